@@ -1,0 +1,50 @@
+"""The frozen Config: which family, and the numbers its kernels are launched with."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+KnobValue = int | str
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One tunable of a family and the values the search may give it, in order of preference."""
+
+    name: str
+    values: tuple[KnobValue, ...]
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A point of a family's space. `knobs` is sorted by name, so equal configs are equal bytes."""
+
+    family: str
+    knobs: tuple[tuple[str, KnobValue], ...]
+
+    @classmethod
+    def of(cls, family: str, knobs: Mapping[str, KnobValue]) -> "Config":
+        return cls(family, tuple(sorted(knobs.items())))
+
+    @classmethod
+    def from_json(cls, family: str, knobs_json: str) -> "Config":
+        return cls.of(family, json.loads(knobs_json))
+
+    def as_dict(self) -> dict[str, KnobValue]:
+        return dict(self.knobs)
+
+    def to_json(self) -> str:
+        return json.dumps(dict(self.knobs), sort_keys=True, separators=(",", ":"))
+
+    def __getitem__(self, name: str) -> KnobValue:
+        return dict(self.knobs)[name]
+
+    def __str__(self) -> str:
+        return " ".join([self.family, *(f"{name}={value}" for name, value in self.knobs)])
+
+
+def grid(family: str, knobs: tuple[Knob, ...]) -> Iterator[Config]:
+    """Every combination of the knobs' values, in a fixed order."""
+    for values in product(*(knob.values for knob in knobs)):
+        yield Config.of(family, {knob.name: v for knob, v in zip(knobs, values, strict=True)})

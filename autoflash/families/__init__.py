@@ -1,0 +1,37 @@
+"""The kernel families: what each serves, its knobs, its predicate, its default config."""
+
+from autoflash.errors import UnsupportedError
+from autoflash.families import decode, prefill
+from autoflash.families.family import Family, space
+from autoflash.gpu import Gpu
+from autoflash.problem import Problem
+
+__all__ = ["FAMILIES", "Family", "family_of", "serving", "space"]
+
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (prefill.FAMILY, decode.FAMILY)
+}
+
+
+def family_of(name: str) -> Family:
+    """The family of this name. Raises UnsupportedError for a name that is none."""
+    if name not in FAMILIES:
+        raise UnsupportedError(f"no family is called {name!r}; known are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def serving(problem: Problem, gpu: Gpu) -> list[Family]:
+    """The families that serve the problem on this GPU, the portable one first.
+
+    Raises UnsupportedError with each family's reason when none does.
+    """
+    reasons = {
+        family.name: family.unsupported(problem, gpu)
+        for family in FAMILIES.values()
+        if family.op == problem.op
+    }
+    served = [FAMILIES[name] for name, reason in reasons.items() if reason is None]
+    if not served:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise UnsupportedError(f"no family serves this {problem.op} on {gpu.name}: {listed}")
+    return served

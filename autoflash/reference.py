@@ -1,0 +1,83 @@
+"""The eager specification of attention: what every kernel is compared with."""
+
+import torch
+
+from autoflash.inputs import TORCH_DTYPES, Inputs
+from autoflash.problem import Problem
+
+ROWS_AT_ONCE = 2048  # bounds the fp64 score matrix of a long sequence
+
+
+def reference(
+    inputs: Inputs, softmax_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in fp64: `out` in the query's layout and `lse` (batch, num_heads, seqlen_q).
+
+    `lse` is the natural logarithm of the sum of exponentials of the scaled scores. Rows with no
+    visible key have `out` 0 and `lse` -inf.
+    """
+    return _attention(inputs, softmax_scale, torch.float64, None)
+
+
+def eager(inputs: Inputs, softmax_scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with fp32 scores and sums, P rounded to the input type and the output rounded.
+
+    Its distance from `reference` is the yardstick of the error budget.
+    """
+    out, lse = _attention(inputs, softmax_scale, torch.float32, TORCH_DTYPES[inputs.problem.dtype])
+    return out.to(TORCH_DTYPES[inputs.problem.out_dtype]), lse
+
+
+def visible(problem: Problem, rows: torch.Tensor, keys: int) -> torch.Tensor:
+    """(rows, keys) booleans: query row i sits at p = i + keys - seqlen_q and sees j <= p if causal."""
+    columns = torch.arange(keys, device=rows.device)
+    position = rows + keys - problem.seqlen_q
+    if problem.causal:
+        return columns[None, :] <= position[:, None]
+    return torch.ones(len(rows), keys, dtype=torch.bool, device=rows.device)
+
+
+def _attention(
+    inputs: Inputs,
+    softmax_scale: float | None,
+    compute: torch.dtype,
+    p_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = inputs.problem
+    outs, lses = [], []
+    for b in range(problem.batch):
+        q, k, v = (t.to(compute) for t in inputs.sequence(b))
+        k, v = (t.repeat_interleave(problem.group_size, dim=0) for t in (k, v))
+        chunks = [
+            _rows(problem, rows, q, k, v, softmax_scale, p_dtype)
+            for rows in torch.arange(problem.seqlen_q, device=q.device).split(ROWS_AT_ONCE)
+        ]
+        outs.append(torch.cat([out for out, _ in chunks], dim=1))
+        lses.append(torch.cat([lse for _, lse in chunks], dim=1))
+    out, lse = torch.stack(outs), torch.stack(lses)  # (batch, num_heads, seqlen_q, head_dim_v)
+    return (out.transpose(1, 2) if problem.layout == "bshd" else out), lse
+
+
+def _rows(
+    problem: Problem,
+    rows: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    p_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` (num_heads, rows, head_dim_v) and `lse` (num_heads, rows) of some query rows."""
+    scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scores = q[:, rows] @ k.transpose(1, 2) * scale
+    scores = scores.masked_fill(~visible(problem, rows, k.shape[1]), float("-inf"))
+    if not k.shape[1]:
+        shape = (q.shape[0], len(rows))
+        return q.new_zeros(*shape, v.shape[2]), q.new_full(shape, float("-inf"))
+    lse = scores.logsumexp(dim=2)
+    maximum = scores.amax(dim=2, keepdim=True)
+    p = (scores - maximum.masked_fill(maximum.isinf(), 0.0)).exp()
+    total = p.sum(dim=2, keepdim=True)
+    if p_dtype is not None:
+        p = p.to(p_dtype).to(v.dtype)
+    return (p @ v) / total.masked_fill(total == 0, 1.0), lse

@@ -1,0 +1,58 @@
+"""The roofline: flops, bytes and the least time a problem can take on a GPU."""
+
+from dataclasses import dataclass
+
+from autoflash.gpu import Gpu
+from autoflash.inputs import sequence_lengths
+from autoflash.problem import Problem
+from autoflash.runtime.problem import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a problem must do at least. `floor_us` is 0 when the GPU's rates are not known."""
+
+    flops: int
+    bytes_moved: int
+    floor_us: float
+    bound: str  # "compute" or "memory"
+
+    def tflops(self, us: float) -> float:
+        return self.flops / us / 1e6
+
+    def gbps(self, us: float) -> float:
+        return self.bytes_moved / us / 1e3
+
+    def percent(self, us: float) -> float:
+        return 100 * self.floor_us / us
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Query-key pairs that are visible, summed over the batch, for one head."""
+    total = 0
+    for keys in sequence_lengths(problem):
+        rows, offset = problem.seqlen_q, keys - problem.seqlen_q
+        if not problem.causal:
+            total += rows * keys
+            continue
+        first = max(0, -offset)  # rows before it see no key
+        low, high = first + offset + 1, rows + offset
+        total += (low + high) * (rows - first) // 2 if rows > first else 0
+    return total
+
+
+def floor(problem: Problem, gpu: Gpu) -> Floor:
+    """Flops of both products on visible pairs; each input byte read once, each output written once."""
+    p = problem
+    flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
+    keys = sum(sequence_lengths(p))
+    cache = keys * p.num_kv_heads * (p.head_dim + p.head_dim_v) * p.kv_dtype_bytes
+    rows = p.batch * p.seqlen_q * p.num_heads
+    moved = cache + rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])
+    if not (gpu.dram_gbps and gpu.tflops_16bit):
+        return Floor(flops, moved, 0.0, "memory" if p.op == "decode" else "compute")
+    # fp32 products run as fp32 on the ordinary cores: a sixteenth of the 16-bit tensor rate
+    rate = gpu.tflops_16bit if p.dtype != "fp32" else gpu.tflops_16bit / 16
+    compute_us, memory_us = flops / rate / 1e6, moved / gpu.dram_gbps / 1e3
+    bound = "compute" if compute_us >= memory_us else "memory"
+    return Floor(flops, moved, max(compute_us, memory_us), bound)

@@ -1,0 +1,1 @@
+"""The code of the exported module: standard library, torch and triton only."""

@@ -1,0 +1,37 @@
+"""What triton's interpreter gets wrong, mended: bf16 products, and scalars under numpy 2.4."""
+
+from __future__ import annotations
+
+
+def mend_interpreter() -> None:
+    """Make interpreted bf16 dots and scalar conversions right. Safe to call again.
+
+    The interpreter keeps bf16 as raw 16-bit integers and multiplies those bits (triton issue
+    11584); numpy 2.4 no longer turns a one-element array into an int.
+    """
+    import numpy
+    import triton.language
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if hasattr(builder, "autoflash_mended"):
+        return
+    plain_dot = builder.create_dot
+    plain_patch = interpreter._patch_lang_tensor
+
+    def as_fp32(operand):  # noqa: ANN001, ANN202 - triton's own handle type is private
+        if operand.dtype != triton.language.bfloat16:
+            return operand
+        bits = operand.data.astype(numpy.uint32) << 16
+        return interpreter.TensorHandle(bits.view(numpy.float32), triton.language.float32)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):  # noqa: ANN001, ANN202
+        return plain_dot(self, as_fp32(a), as_fp32(b), d, input_precision, max_num_imprecise_acc)
+
+    def patch_lang_tensor(tensor, scope):  # noqa: ANN001, ANN202
+        plain_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    builder.create_dot = create_dot
+    interpreter._patch_lang_tensor = patch_lang_tensor
+    builder.autoflash_mended = True

@@ -1,0 +1,109 @@
+"""Problem: one attention shape and its semantics, validated; the key of every measurement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+OPS = ("prefill", "decode")
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+LAYOUTS = ("bshd", "bhsd")
+KV_LAYOUTS = ("nhd", "hnd")
+LENGTHS = ("equal", "ragged")
+
+
+class ProblemError(ValueError):
+    """A shape or an argument that attention is not defined for; names it, and what was given."""
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One shape and its semantics. Lengths are in tokens; `page_size` 0 is a contiguous cache.
+
+    `seqlen_k` is the longest sequence of the batch; with `lengths` "ragged" the others lie between
+    an eighth of it and it. An empty `kv_dtype` or `out_dtype` and a zero `head_dim_v` mean "as the
+    query's". `decode` is causal by definition and ignores `layout`, `prefill` ignores `kv_layout`;
+    what is ignored is stored in one spelling, so that equal problems are equal keys.
+
+    Raises ProblemError naming the field.
+    """
+
+    op: str
+    dtype: str
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    seqlen_q: int
+    seqlen_k: int
+    causal: bool = True
+    page_size: int = 0
+    layout: str = "bshd"
+    kv_layout: str = "nhd"
+    lengths: str = "equal"
+    kv_dtype: str = ""
+    out_dtype: str = ""
+    acc_dtype: str = "fp32"
+    head_dim_v: int = 0
+    deterministic: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        fill = object.__setattr__
+        fill(self, "kv_dtype", self.kv_dtype or self.dtype)
+        fill(self, "out_dtype", self.out_dtype or self.dtype)
+        fill(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        if self.op == "decode":
+            fill(self, "causal", True)
+            fill(self, "layout", "bshd")
+        else:
+            fill(self, "kv_layout", "nhd")
+        reason = problem_error(self)
+        if reason:
+            raise ProblemError(reason)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size > 0
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.kv_dtype]
+
+
+PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
+
+
+def problem_error(p: Problem) -> str | None:
+    """Why the fields of `p` do not make a problem, or None."""
+    for name, allowed in (
+        ("op", OPS),
+        ("dtype", DTYPE_BYTES),
+        ("kv_dtype", DTYPE_BYTES),
+        ("out_dtype", DTYPE_BYTES),
+        ("acc_dtype", ("fp32",)),
+        ("layout", LAYOUTS),
+        ("kv_layout", KV_LAYOUTS),
+        ("lengths", LENGTHS),
+    ):
+        if getattr(p, name) not in allowed:
+            return f"{name} {getattr(p, name)!r} is none of {', '.join(allowed)}"
+    for name in ("batch", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "seqlen_q"):
+        if getattr(p, name) < 1:
+            return f"{name} {getattr(p, name)} is not positive"
+    if p.seqlen_k < 0 or p.page_size < 0:
+        return f"seqlen_k {p.seqlen_k} and page_size {p.page_size} must not be negative"
+    if p.num_heads % p.num_kv_heads:
+        return f"num_heads {p.num_heads} is not a multiple of num_kv_heads {p.num_kv_heads}"
+    if p.head_dim % 8 or not 16 <= p.head_dim <= 256:
+        return f"head_dim {p.head_dim} is not a multiple of 8 from 16 to 256"
+    if p.op == "decode" and p.seqlen_q > 16:
+        return f"seqlen_q {p.seqlen_q} is more than the 16 query tokens a decode step may have"
+    return None
