@@ -93,7 +93,16 @@ KNOWN: dict[str, Gpu] = {
         _known("NVIDIA H200", "sm_90", 132, 140, 60, 227, 228, 4800, 989),
         _known("NVIDIA B200", "sm_100", 148, 178, 126, 227, 228, 8000, 2250),
         _known(
-            "NVIDIA GeForce RTX 5090", "sm_120", 170, 31, 96, 99, 100, 1792, 210, threads_per_sm=1536
+            "NVIDIA GeForce RTX 5090",
+            "sm_120",
+            170,
+            31,
+            96,
+            99,
+            100,
+            1792,
+            210,
+            threads_per_sm=1536,
         ),
         _known("AMD Instinct MI300X", "gfx942", 304, 192, 256, 64, 64, 5300, 1307),
     )

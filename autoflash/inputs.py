@@ -30,7 +30,9 @@ class Inputs:
         """Sequence `b` gathered: q (num_heads, seqlen_q, head_dim), k and v (kv heads, keys, d)."""
         p = self.problem
         if p.op == "prefill":
-            heads_first = (lambda t: t[b].transpose(0, 1)) if p.layout == "bshd" else (lambda t: t[b])
+            heads_first = (
+                (lambda t: t[b].transpose(0, 1)) if p.layout == "bshd" else (lambda t: t[b])
+            )
             return heads_first(self.q), heads_first(self.k), heads_first(self.v)
         assert self.cache_seqlens is not None
         keys = int(self.cache_seqlens[b])

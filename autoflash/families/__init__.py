@@ -8,9 +8,7 @@ from autoflash.problem import Problem
 
 __all__ = ["FAMILIES", "Family", "family_of", "serving", "space"]
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (prefill.FAMILY, decode.FAMILY)
-}
+FAMILIES: dict[str, Family] = {family.name: family for family in (prefill.FAMILY, decode.FAMILY)}
 
 
 def family_of(name: str) -> Family:
