@@ -1,4 +1,4 @@
-"""Seeded inputs of a problem: random values, permuted pages, ragged lengths, poisoned dead memory."""
+"""Seeded inputs of a problem: random values, permuted pages, ragged lengths, poisoned slots."""
 
 from dataclasses import dataclass
 
@@ -68,24 +68,28 @@ def make_inputs(
     device: str | torch.device = "cpu",
     lengths: list[int] | None = None,
     poison: bool = True,
-    wide_rows: bool = False,
+    wide_rows: int = 0,
     scale: float = 1.0,
 ) -> Inputs:
     """Random normal inputs of the problem, times `scale`.
 
     `lengths` replaces the drawn valid tokens of each sequence (decode). `poison` fills dead cache
     slots with NaN and dead block-table entries with 2**30. `wide_rows` makes each of q, k, v a view
-    of rows 8 elements wider, the rest NaN, so strides differ from a contiguous tensor's.
+    of rows that many elements wider, the rest NaN; an odd number leaves rows unaligned. On device
+    "meta" the tensors have shapes and strides only.
     """
-    generator = torch.Generator(device=device).manual_seed(seed)
+    meta = torch.device(device).type == "meta"
+    generator = None if meta else torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        width = shape[-1] + (8 if wide_rows else 0)
+        width = shape[-1] + wide_rows
         dtype = TORCH_DTYPES[problem.dtype]
         storage = torch.empty((*shape[:-1], width), device=device, dtype=dtype)
         view = storage[..., : shape[-1]]
         if wide_rows:
             storage.fill_(float("nan"))
+        if meta:
+            return view
         if scale == 1.0 and not wide_rows:
             return storage.normal_(generator=generator)
         view.copy_(torch.randn(shape, device=device, generator=generator) * scale)

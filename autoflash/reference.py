@@ -29,7 +29,7 @@ def eager(inputs: Inputs, softmax_scale: float | None = None) -> tuple[torch.Ten
 
 
 def visible(problem: Problem, rows: torch.Tensor, keys: int) -> torch.Tensor:
-    """(rows, keys) booleans: query row i sits at p = i + keys - seqlen_q and sees j <= p if causal."""
+    """(rows, keys) booleans: row i sits at p = i + keys - seqlen_q and sees j <= p if causal."""
     columns = torch.arange(keys, device=rows.device)
     position = rows + keys - problem.seqlen_q
     if problem.causal:

@@ -42,7 +42,7 @@ def visible_pairs(problem: Problem) -> int:
 
 
 def floor(problem: Problem, gpu: Gpu) -> Floor:
-    """Flops of both products on visible pairs; each input byte read once, each output written once."""
+    """Flops of both products on visible pairs; each byte read or written once."""
     p = problem
     flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
     keys = sum(sequence_lengths(p))

@@ -1,4 +1,4 @@
-"""Launching a plan: the list of kernels, grids and arguments that a rendered text's plan() gives."""
+"""Launching a plan: the kernels, grids and arguments that a rendered text's plan() lists."""
 
 from __future__ import annotations
 

@@ -1,0 +1,208 @@
+"""Kernels: a rendered text loaded, planned, compiled for a GPU type, and its resources read."""
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import platformdirs
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
+
+from autoflash.config import Config
+from autoflash.errors import AutoflashError
+from autoflash.families import family_of
+from autoflash.gpu import Gpu
+from autoflash.inputs import Inputs, make_inputs
+from autoflash.problem import Problem
+from autoflash.records import Resources
+from autoflash.render import Rendered, render
+from autoflash.runtime.launch import Launch, compile_plan
+from autoflash.runtime.load import load_text
+
+WARP_SIZE = {"nvidia": 32, "amd": 64}
+
+
+class CompileError(Exception):
+    """A candidate that does not compile; says where in the rendered text and in which part."""
+
+
+def cache_dir() -> Path:
+    """Where rendered texts are kept while tuning: $AUTOFLASH_CACHE, else the user's cache folder.
+
+    Raises AutoflashError when the folder cannot be made.
+    """
+    folder = Path(os.environ.get("AUTOFLASH_CACHE") or platformdirs.user_cache_dir("autoflash"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AutoflashError(
+            f"cannot make the cache folder {folder}: {error.strerror}; set AUTOFLASH_CACHE"
+        ) from None
+    return folder
+
+
+def load(rendered: Rendered) -> ModuleType:
+    """The rendered text as a module, from a file that tracebacks and profilers can open."""
+    path = cache_dir() / f"{rendered.name}.py"
+    if not path.is_file() or path.read_text() != rendered.text:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as written:
+            written.write(rendered.text)
+        Path(written.name).replace(path)  # whole or not at all, whoever else writes it
+    return load_text(str(path), rendered.text)
+
+
+def new_outputs(inputs: Inputs, fill: float = float("nan")) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` in the query's layout, contiguous, and `lse`, both filled, to be written by a plan."""
+    p = inputs.problem
+    shape = (*inputs.q.shape[:-1], p.head_dim_v)
+    out = torch.full(shape, fill, dtype=inputs.q.dtype, device=inputs.q.device)
+    lse_shape = (p.batch, p.num_heads, p.seqlen_q)
+    return out, torch.full(lse_shape, fill, dtype=torch.float32, device=inputs.q.device)
+
+
+def plan_of(
+    module: ModuleType,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    gpu: Gpu,
+    config: Config,
+    softmax_scale: float | None = None,
+    workspace_fill: float | None = None,
+) -> list[Launch]:
+    """What a rendered module would launch for these inputs. Launches nothing.
+
+    Workspaces are uninitialised, or full of `workspace_fill`.
+    """
+    p = inputs.problem
+    scale = p.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    device = inputs.q.device
+
+    def new_workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        workspace = torch.empty(shape, dtype=dtype, device=device)
+        return workspace if workspace_fill is None else workspace.fill_(workspace_fill)
+
+    knobs = config.as_dict()
+    tail = (gpu.num_sms, knobs, new_workspace)
+    if p.op == "prefill":
+        return module.plan(inputs.q, inputs.k, inputs.v, out, lse, scale, p.layout, *tail)
+    return module.plan(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.cache_seqlens,
+        inputs.block_table,
+        out,
+        lse,
+        scale,
+        p.kv_layout,
+        p.seqlen_k,
+        *tail,
+    )
+
+
+def compile_candidate(problem: Problem, config: Config, gpu: Gpu) -> Resources:
+    """Compile the config's kernels as the problem would launch them on `gpu`, without a GPU.
+
+    What is compiled lies in triton's cache afterwards, where a launch of the same plan finds it.
+    Changes triton's active driver: for processes that only compile. Raises CompileError.
+    """
+    triton.runtime.driver.set_active(_CompileOnlyDriver(gpu))
+    rendered = render(family_of(config.family).variant(problem))
+    module = load(rendered)
+    inputs = make_inputs(problem, device="meta", poison=False)
+    out, lse = new_outputs(inputs)
+    workspace_bytes = 0
+
+    plan = plan_of(module, inputs, out, lse, gpu, config)
+    for _, _, arguments, _ in plan:
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        workspace_bytes += sum(_bytes(t) for t in tensors if not _belongs(t, inputs, out, lse))
+    try:
+        kernels = compile_plan(plan)
+    except CompilationError as error:
+        raise CompileError(_located(error, rendered)) from error
+    except Exception as error:  # the compiler raises RuntimeError, MLIR and ptxas errors alike
+        raise CompileError(f"{type(error).__name__}: {error}") from error
+    reports = [_resources(kernel, gpu) for kernel in kernels]
+    return Resources(
+        registers=max(registers for registers, _ in reports),
+        spill_bytes=max(spills for _, spills in reports),
+        smem_bytes=max(kernel.metadata.shared for kernel in kernels),
+        launches_per_call=len(kernels),
+        workspace_bytes=workspace_bytes,
+    )
+
+
+class _CompileOnlyDriver:
+    """What triton asks of a driver when it compiles and never launches."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        if gpu.vendor == "nvidia":
+            self._target = GPUTarget("cuda", gpu.capability, WARP_SIZE["nvidia"])
+        else:
+            self._target = GPUTarget("hip", gpu.arch, WARP_SIZE["amd"])
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _belongs(
+    tensor: torch.Tensor, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None
+) -> bool:
+    own = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens, inputs.block_table, out, lse)
+    return any(tensor is mine for mine in own)
+
+
+def _located(error: CompilationError, rendered: Rendered) -> str:
+    """The error with its line in the rendered text; triton counts from the function's own start."""
+    cause: BaseException = error
+    while isinstance(cause.__cause__, CompilationError):
+        cause = cause.__cause__
+    inner = cause if isinstance(cause, CompilationError) else error
+    start = rendered.text.find(inner.src or "\0")
+    line = getattr(inner.node, "lineno", None)
+    message = str(inner.error_message or inner.__cause__ or inner).strip()
+    if start < 0 or line is None:
+        return message
+    line += rendered.text.count("\n", 0, start)
+    return f"{rendered.name}.py:{line} ({rendered.part_at(line)}): {message}"
+
+
+def _resources(kernel: Any, gpu: Gpu) -> tuple[int, int]:
+    """Registers and bytes of spills per thread, as the assembler reports them."""
+    if gpu.vendor == "amd":
+        text = kernel.asm["amdgcn"]
+        registers = re.search(r"\.vgpr_count:\s*(\d+)", text)
+        spills = re.search(r"\.vgpr_spill_count:\s*(\d+)", text)
+        assert registers and spills, "no register report in the AMD assembly"
+        return int(registers[1]), 4 * int(spills[1])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        report = subprocess.run(
+            [tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert usage, f"no register report from cuobjdump: {report!r}"
+    return int(usage[1]), int(usage[2])
