@@ -1,0 +1,42 @@
+"""Running a config on inputs in the interpreter, with every output and workspace full of NaN."""
+
+import torch
+
+from autoflash import gpu as gpus
+from autoflash.config import Config
+from autoflash.families import family_of
+from autoflash.inputs import Inputs
+from autoflash.kernel import new_outputs, plan_of
+from autoflash.render import render
+from autoflash.runtime.launch import run_plan
+from autoflash.runtime.load import load_text
+
+NAN = float("nan")
+
+
+def run(
+    inputs: Inputs,
+    config: Config,
+    *,
+    softmax_scale: float | None = None,
+    out: torch.Tensor | None = None,
+    with_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`out` and `lse` of the config's kernels on the inputs; `out` is written where given."""
+    rendered = render(family_of(config.family).variant(inputs.problem))
+    module = load_text(f"{rendered.name}.py", rendered.text)
+    own_out, lse = new_outputs(inputs)
+    out = own_out if out is None else out
+    run_plan(
+        plan_of(
+            module,
+            inputs,
+            out,
+            lse if with_lse else None,
+            gpus.known(gpus.DEFAULT_TARGET),
+            config,
+            softmax_scale,
+            workspace_fill=NAN,
+        )
+    )
+    return out, lse if with_lse else None
