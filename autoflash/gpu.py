@@ -120,13 +120,14 @@ def known(name: str) -> Gpu:
         raise DeviceError(f"no GPU called {name!r} is known; known are {listed}") from None
 
 
-def from_properties(properties: Any, mig_profile: str = "", power_limit_w: int = 0) -> Gpu:
+def from_properties(properties: Any, power_limit_w: int = 0) -> Gpu:
     """The Gpu that torch's device properties describe; peak rates come from the table."""
     amd_arch = getattr(properties, "gcnArchName", "").split(":")[0]
     arch = amd_arch or f"sm_{properties.major}{properties.minor}"
-    peer = KNOWN.get(slug(properties.name))
+    name, _, mig_profile = properties.name.partition(" MIG ")
+    peer = KNOWN.get(slug(name))
     gpu = Gpu(
-        name=properties.name,
+        name=name,
         arch=arch,
         num_sms=properties.multi_processor_count,
         memory_gib=round(properties.total_memory / 2**30),
@@ -159,24 +160,18 @@ def detect(index: int = 0) -> Gpu:
     if index >= torch.cuda.device_count():
         raise DeviceError(f"GPU {index} was asked for, {torch.cuda.device_count()} are there")
     properties = torch.cuda.get_device_properties(index)
-    mig_profile, power_limit_w = _from_nvml(index)
-    return from_properties(properties, mig_profile, power_limit_w)
+    return from_properties(properties, _power_limit_w(properties))
 
 
-def _from_nvml(index: int) -> tuple[str, int]:
-    """MIG profile ("" when off) and power limit in watts (0 when unknown), where NVML is there."""
+def _power_limit_w(properties: Any) -> int:
+    """The power limit NVML states, 0 where it is not known."""
     try:
         import pynvml
     except ImportError:
-        return "", 0
-    import torch
-
+        return 0
     try:
         pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(index).uuid
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        mig = pynvml.nvmlDeviceIsMigDeviceHandle(handle)
-        watts = pynvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000
-        return (pynvml.nvmlDeviceGetName(handle).split("MIG ")[-1] if mig else ""), watts
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
+        return pynvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000
     except (pynvml.NVMLError, AttributeError):
-        return "", 0
+        return 0

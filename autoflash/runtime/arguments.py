@@ -1,0 +1,178 @@
+"""Arguments of prefill() and decode(): checked, and turned into a Problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .problem import Problem, ProblemError
+
+ARGUMENT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def refuse_arguments(function: str, **given: Any) -> None:
+    """Raise ProblemError naming the first argument that is set although it is not served yet."""
+    for name, value in given.items():
+        off = value is None or value is False or value == 0.0 or value == (-1, -1)
+        if not off:
+            raise ProblemError(f"{function}: {name} is not supported yet")
+
+
+def prefill_problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, layout: str
+) -> Problem:
+    """The problem these tensors pose. Raises ProblemError naming the argument that does not fit."""
+    _check_tensors("prefill", q, k=k, v=v)
+    if layout not in ("bshd", "bhsd"):
+        raise ProblemError(f"prefill: layout {layout!r} is none of bshd, bhsd")
+    tokens, heads = (1, 2) if layout == "bshd" else (2, 1)
+    _expect("prefill", "k", "batch", k.shape[0], q.shape[0])
+    _expect("prefill", "k", "head_dim", k.shape[3], q.shape[3])
+    for name, axis in (("batch", 0), ("seqlen_k", tokens), ("num_kv_heads", heads)):
+        _expect("prefill", "v", name, v.shape[axis], k.shape[axis])
+    return Problem(
+        op="prefill",
+        dtype=ARGUMENT_DTYPES[q.dtype],
+        batch=q.shape[0],
+        num_heads=q.shape[heads],
+        num_kv_heads=k.shape[heads],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        seqlen_q=q.shape[tokens],
+        seqlen_k=k.shape[tokens],
+        causal=causal,
+        layout=layout,
+    )
+
+
+def decode_problem(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    kv_layout: str,
+    max_seqlen_k: int | None,
+    lengths: str,
+) -> Problem:
+    """The problem these tensors pose; q is (batch, seqlen_q, num_heads, head_dim).
+
+    Without `max_seqlen_k` the cache's capacity stands for it. Raises ProblemError naming the
+    argument that does not fit.
+    """
+    _check_tensors("decode", q, k_cache=k_cache, v_cache=v_cache)
+    if kv_layout not in ("nhd", "hnd"):
+        raise ProblemError(f"decode: kv_layout {kv_layout!r} is none of nhd, hnd")
+    tokens, heads = (1, 2) if kv_layout == "nhd" else (2, 1)
+    batch = q.shape[0]
+    _expect("decode", "k_cache", "head_dim", k_cache.shape[3], q.shape[3])
+    for name, axis in (("pages or batch", 0), ("tokens", tokens), ("num_kv_heads", heads)):
+        _expect("decode", "v_cache", name, v_cache.shape[axis], k_cache.shape[axis])
+    _check_index("decode", "cache_seqlens", cache_seqlens, q.device, (batch,))
+    capacity, page_size = k_cache.shape[tokens], 0
+    if block_table is None:
+        _expect("decode", "k_cache", "batch", k_cache.shape[0], batch)
+    else:
+        columns = block_table.shape[1] if block_table.dim() == 2 else -1
+        _check_index("decode", "block_table", block_table, q.device, (batch, columns))
+        if columns > 0 and block_table.stride(1) != 1:
+            raise ProblemError("decode: block_table rows must be contiguous")
+        page_size = k_cache.shape[tokens]
+        capacity = columns * page_size
+    if max_seqlen_k is not None and not 0 <= max_seqlen_k <= capacity:
+        raise ProblemError(
+            f"decode: max_seqlen_k {max_seqlen_k} is not from 0 to the cache's capacity {capacity}"
+        )
+    return Problem(
+        op="decode",
+        dtype=ARGUMENT_DTYPES[q.dtype],
+        kv_dtype=ARGUMENT_DTYPES[k_cache.dtype],
+        batch=batch,
+        num_heads=q.shape[2],
+        num_kv_heads=k_cache.shape[heads],
+        head_dim=q.shape[3],
+        head_dim_v=v_cache.shape[3],
+        seqlen_q=q.shape[1],
+        seqlen_k=capacity if max_seqlen_k is None else max_seqlen_k,
+        page_size=page_size,
+        kv_layout=kv_layout,
+        lengths=lengths,
+    )
+
+
+def check_output(function: str, out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
+    """Raise ProblemError unless `out` can take the result for `q`."""
+    shape = (*q.shape[:-1], head_dim_v)
+    if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
+        raise ProblemError(
+            f"{function}: out must be {shape} {q.dtype} on {q.device},"
+            f" given {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    if out.stride(-1) != 1:
+        raise ProblemError(f"{function}: out's last dimension must be contiguous")
+
+
+def check_cache_entries(
+    problem: Problem,
+    k_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Raise ProblemError for a length or a used page id out of range. Waits for the device."""
+    longest, shortest = int(cache_seqlens.max()), int(cache_seqlens.min())
+    if shortest < 0 or longest > problem.seqlen_k:
+        wrong = shortest if shortest < 0 else longest
+        raise ProblemError(f"decode: cache_seqlens holds {wrong}, not in 0..{problem.seqlen_k}")
+    if block_table is None:
+        return
+    used_pages = (cache_seqlens + problem.page_size - 1) // problem.page_size
+    columns = torch.arange(block_table.shape[1], device=block_table.device)
+    used = columns[None, :] < used_pages[:, None]
+    bad = used & ((block_table < 0) | (block_table >= k_cache.shape[0]))
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise ProblemError(
+            f"decode: block_table[{row}, {column}] is {int(block_table[row, column])},"
+            f" the cache has pages 0..{k_cache.shape[0] - 1}"
+        )
+
+
+def _check_tensors(function: str, q: torch.Tensor, **others: torch.Tensor) -> None:
+    for name, tensor in {"q": q, **others}.items():
+        if tensor.dim() != 4:
+            raise ProblemError(f"{function}: {name} has {tensor.dim()} dimensions, not 4")
+        if tensor.dtype not in ARGUMENT_DTYPES:
+            raise ProblemError(f"{function}: {name} is {tensor.dtype}, not bf16, fp16 or fp32")
+        if tensor.dtype != q.dtype:
+            raise ProblemError(f"{function}: {name} is {tensor.dtype}, q is {q.dtype}")
+        if tensor.device != q.device:
+            raise ProblemError(f"{function}: {name} is on {tensor.device}, q is on {q.device}")
+        if tensor.numel() and tensor.stride(3) != 1:
+            raise ProblemError(f"{function}: {name}'s last dimension must be contiguous")
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ProblemError(
+                f"{function}: {name} requires grad and there is no backward yet;"
+                " call under torch.no_grad()"
+            )
+
+
+def _check_index(
+    function: str,
+    name: str,
+    tensor: torch.Tensor,
+    device: torch.device,
+    shape: tuple[int, ...],
+) -> None:
+    if tensor.dtype not in INDEX_DTYPES:
+        raise ProblemError(f"{function}: {name} is {tensor.dtype}, not int32 or int64")
+    if tensor.device != device:
+        raise ProblemError(f"{function}: {name} is on {tensor.device}, q is on {device}")
+    if tuple(tensor.shape) != shape:
+        raise ProblemError(f"{function}: {name} is {tuple(tensor.shape)}, expected {shape}")
+
+
+def _expect(function: str, name: str, what: str, given: int, expected: int) -> None:
+    if given != expected:
+        raise ProblemError(f"{function}: {name} has {what} {given}, expected {expected}")

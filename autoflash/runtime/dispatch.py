@@ -1,0 +1,255 @@
+"""The exported functions: prefill() and decode(), served by the config chosen for their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .arguments import (
+    check_cache_entries,
+    check_output,
+    decode_problem,
+    prefill_problem,
+    refuse_arguments,
+)
+from .device import Device, device_of
+from .launch import Launch, run_plan
+from .problem import Problem, ProblemError
+from .selection import Choice, Selector, Tables
+
+_selectors: list[Selector] = []
+
+
+def install_tables(tables: Tables) -> None:
+    """Give prefill() and decode() the tables they choose from."""
+    _selectors[:] = [Selector(tables)]
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    block_mask: Any = None,
+    document_ids: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
+    mask: str | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    kv_layout: str = "nhd",
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    layout: str = "bshd",
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    dropout_p: float = 0.0,
+    rng: torch.Tensor | None = None,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    check: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query over the keys it sees: `out`, or `(out, lse)` with `return_lse`.
+
+    q is (batch, seqlen_q, num_heads, head_dim), k and v (batch, seqlen_k, num_kv_heads, head_dim),
+    heads before tokens with layout "bhsd". Causal is bottom-right aligned: query i sees keys up to
+    i + seqlen_k - seqlen_q. `lse` is fp32 (batch, num_heads, seqlen_q), the natural logarithm of
+    the sum of exponentials; rows that see no key have `out` 0 and `lse` -inf. Never waits for the
+    device. Raises ProblemError naming an argument that does not fit or is not served yet.
+    """
+    refuse_arguments(
+        "prefill",
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        sinks=sinks,
+        block_mask=block_mask,
+        document_ids=document_ids,
+        prefix_lens=prefix_lens,
+        mask=mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        cache_seqlens=cache_seqlens,
+        block_table=block_table,
+        kv_layout=kv_layout != "nhd",  # names the order of a cache's axes
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        dropout_p=dropout_p,
+        rng=rng,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+    )
+    problem = prefill_problem(q, k, v, causal, layout)
+    out, lse = _outputs("prefill", q, problem, out, return_lse)
+    choice, device = _choose(problem, q)
+    scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    plan = choice.module.plan(
+        q, k, v, out, lse, scale, layout, device.num_sms, choice.knobs, _workspaces(q)
+    )
+    _launch(plan, q)
+    return (out, lse) if lse is not None else out
+
+
+def decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    kv_layout: str = "nhd",
+    max_seqlen_k: int | None = None,
+    lengths: str = "ragged",
+    window: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    document_ids: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
+    mask: str | None = None,
+    page_positions: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    check: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token a sequence over its cache: `out`, or `(out, lse)`.
+
+    q is (batch, num_heads, head_dim) or (batch, 1, num_heads, head_dim) and `out` has its shape.
+    The caches are (batch, tokens, num_kv_heads, head_dim), or with a `block_table`, int32 or int64
+    (batch, max_pages), (pages, page_size, num_kv_heads, head_dim); heads come before tokens with
+    kv_layout "hnd". `cache_seqlens` counts the valid tokens, the query's own included; slots and
+    table entries past them may hold anything. `max_seqlen_k` (no length is greater) and `lengths`
+    only help the choice. `lse` is fp32 (batch, num_heads), with a query axis if q has one. `check`
+    looks at lengths and page ids, and waits for the device. Raises ProblemError.
+    """
+    refuse_arguments(
+        "decode",
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        sinks=sinks,
+        document_ids=document_ids,
+        prefix_lens=prefix_lens,
+        mask=mask,
+        page_positions=page_positions,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        batch_invariant=batch_invariant,
+    )
+    no_query_axis = q.dim() == 3
+    if no_query_axis:
+        q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
+    problem = decode_problem(
+        q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths
+    )
+    if problem.seqlen_q > 1:
+        raise ProblemError(f"decode: {problem.seqlen_q} query tokens are not supported yet, 1 is")
+    if check:
+        check_cache_entries(problem, k_cache, cache_seqlens, block_table)
+    out, lse = _outputs("decode", q, problem, out, return_lse)
+    choice, device = _choose(problem, q)
+    scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    plan = choice.module.plan(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        block_table,
+        out,
+        lse,
+        scale,
+        kv_layout,
+        problem.seqlen_k,
+        device.num_sms,
+        choice.knobs,
+        _workspaces(q),
+    )
+    _launch(plan, q)
+    if no_query_axis:
+        out, lse = out.squeeze(1), None if lse is None else lse.squeeze(2)
+    return (out, lse) if lse is not None else out
+
+
+def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> dict[str, Any]:
+    """What serves this call and why, found by making it: `explain(prefill, q, k, v, causal=True)`.
+
+    Gives the problem, family, knobs, `how` (exact, bucket, nearest, default), the distance to the
+    tuned sizes in doublings, and the regret measured for the tuned problem.
+    """
+    function(*arguments, **keywords)
+    problem, choice = _last_choice[0]
+    return {"problem": problem, **choice._asdict(), "module": choice.module.__name__}
+
+
+def coverage() -> dict[str, int]:
+    """How many calls were served how since the module was imported."""
+    return dict(_selector().counts)
+
+
+_last_choice: list[tuple[Problem, Choice]] = []
+
+
+def _selector() -> Selector:
+    if not _selectors:
+        raise RuntimeError(
+            "no tables are installed: this is the source, export a module to call it"
+        )
+    return _selectors[0]
+
+
+def _choose(problem: Problem, q: torch.Tensor) -> tuple[Choice, Device]:
+    selector = _selector()
+    device = device_of(q, selector.tables.gpus[0].device)
+    choice = selector.choose(problem, device)
+    _last_choice[:] = [(problem, choice)]
+    return choice, device
+
+
+def _outputs(
+    function: str, q: torch.Tensor, problem: Problem, out: torch.Tensor | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
+    else:
+        check_output(function, out, q, problem.head_dim_v)
+    if not return_lse:
+        return out, None
+    shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+    return out, torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _launch(plan: list[Launch], q: torch.Tensor) -> None:
+    """Run the plan on the tensors' own device, current or not."""
+    if not q.is_cuda or q.device.index == torch.cuda.current_device():
+        run_plan(plan)
+        return
+    with torch.cuda.device(q.device):
+        run_plan(plan)
+
+
+def _workspaces(q: torch.Tensor) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
+    """A maker of scratch tensors; the caching allocator orders their reuse by stream."""
+    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=q.device)

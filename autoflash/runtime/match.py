@@ -1,0 +1,121 @@
+"""How a problem's fields match: exactly, by nearness, or not at all; one table for all.
+
+The tuner, the store, the export and the exported module ask the same functions.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from typing import NamedTuple
+
+from .problem import Problem
+
+# What each field of Problem and each argument of prefill() and decode() means for a match.
+# "exact" must be equal; "near" may differ, the nearest wins; "derived" counts through what
+# match_key and match_sizes make of it; "never" plays no part; "refused" is not served yet.
+MATCH_RULES = {
+    "op": "exact",
+    "dtype": "exact",
+    "kv_dtype": "exact",
+    "out_dtype": "exact",
+    "acc_dtype": "exact",
+    "head_dim": "exact",
+    "head_dim_v": "exact",
+    "causal": "exact",
+    "layout": "exact",
+    "kv_layout": "exact",
+    "deterministic": "exact",
+    "batch_invariant": "exact",
+    "num_heads": "derived",  # group_size exactly
+    "num_kv_heads": "derived",  # batch x num_kv_heads by nearness
+    "batch": "derived",
+    "seqlen_q": "near",  # one token or several: exactly
+    "seqlen_k": "near",
+    "page_size": "near",  # paged or not: exactly
+    "lengths": "near",
+    # tensors: their shapes and dtypes fill the fields above
+    "q": "derived",
+    "k": "derived",
+    "v": "derived",
+    "k_cache": "derived",
+    "v_cache": "derived",
+    "block_table": "derived",
+    "max_seqlen_k": "derived",
+    "cache_seqlens": "never",
+    "softmax_scale": "never",
+    "out": "never",
+    "return_lse": "never",
+    "check": "never",
+    # not served yet
+    "window": "refused",
+    "softcap": "refused",
+    "alibi_slopes": "refused",
+    "bias": "refused",
+    "sinks": "refused",
+    "block_mask": "refused",
+    "document_ids": "refused",
+    "prefix_lens": "refused",
+    "mask": "refused",
+    "cu_seqlens_q": "refused",
+    "cu_seqlens_k": "refused",
+    "max_seqlen_q": "refused",
+    "page_positions": "refused",
+    "q_scale": "refused",
+    "k_scale": "refused",
+    "v_scale": "refused",
+    "dropout_p": "refused",
+    "rng": "refused",
+}
+
+MATCH_EXACT_FIELDS = tuple(
+    name
+    for name, rule in MATCH_RULES.items()
+    if rule == "exact" and name in Problem.__annotations__
+)
+# A size further than this factor from every tuned one says nothing about it: the default serves.
+MATCH_LIMIT = 8.0
+# Distances in powers of two: another distribution of lengths counts as half a doubling.
+MATCH_LENGTHS_DISTANCE = 0.5
+
+
+class MatchSizes(NamedTuple):
+    """The sizes that match by nearness. `ragged` is 0 or 1."""
+
+    kv_heads: int  # of the whole batch
+    seqlen_q: int
+    seqlen_k: int
+    page_size: int
+    ragged: int
+
+
+def match_key(problem: Problem) -> tuple[str | int | bool, ...]:
+    """What must be equal for one problem's winner to serve another."""
+    exact = [getattr(problem, name) for name in MATCH_EXACT_FIELDS]
+    return (*exact, problem.group_size, problem.paged, problem.seqlen_q > 1)
+
+
+def match_sizes(problem: Problem) -> MatchSizes:
+    return MatchSizes(
+        problem.batch * problem.num_kv_heads,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.page_size,
+        int(problem.lengths == "ragged"),
+    )
+
+
+def match_bucket(sizes: MatchSizes) -> MatchSizes:
+    """The sizes rounded up to powers of two: equal buckets are the same size class."""
+    rounded = [1 << (size - 1).bit_length() if size > 0 else 0 for size in sizes[:4]]
+    return MatchSizes(*rounded, sizes.ragged)
+
+
+def match_distance(a: MatchSizes, b: MatchSizes) -> float | None:
+    """How many doublings lie between two sizes, summed; None when one is beyond MATCH_LIMIT."""
+    total = MATCH_LENGTHS_DISTANCE * abs(a.ragged - b.ragged)
+    for x, y in zip(a[:4], b[:4]):
+        doublings = abs(log2(max(x, 1)) - log2(max(y, 1)))
+        if doublings > log2(MATCH_LIMIT):
+            return None
+        total += doublings
+    return total

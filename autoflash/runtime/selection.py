@@ -1,0 +1,146 @@
+"""Selection: which config serves a problem on a device, and how it was found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import triton
+
+from .defaults import decode_default, prefill_default
+from .device import Device
+from .load import load_text
+from .match import MatchSizes, match_bucket, match_distance, match_key, match_sizes
+from .problem import Problem
+from .validity import decode_refusal, prefill_refusal
+
+SELECTION_REFUSALS = {"prefill": prefill_refusal, "decode": decode_refusal}
+SELECTION_DEFAULTS = {"prefill": prefill_default, "decode": decode_default}
+
+
+class Row(NamedTuple):
+    """One tuned problem: what must match, its sizes, and the config that serves it."""
+
+    key: tuple[Any, ...]
+    sizes: MatchSizes
+    family: str
+    knobs: dict[str, Any]
+    regret: float  # what the served config loses against the problem's own winner
+
+
+class GpuTable(NamedTuple):
+    """The rows measured (or predicted) on one GPU type, with the versions they were made with."""
+
+    device: Device
+    triton: str
+    rows: tuple[Row, ...]
+
+
+class Tables(NamedTuple):
+    """All an exported module knows: kernel texts by name, names by switches, rows by GPU."""
+
+    texts: Mapping[str, str]
+    names: Mapping[tuple[str, bool, bool], str]  # (family, causal, paged)
+    gpus: tuple[GpuTable, ...]
+
+
+class Choice(NamedTuple):
+    """What serves a problem. `how` is exact, bucket, nearest or default."""
+
+    module: ModuleType
+    knobs: dict[str, Any]
+    how: str
+    family: str
+    distance: float  # doublings of size between the problem and the tuned one
+    regret: float
+    tuned: MatchSizes | None
+
+
+class Selector:
+    """Chooses from tables. One per exported module; remembers what it chose and how often."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.counts = {"exact": 0, "bucket": 0, "nearest": 0, "default": 0}
+        self._choices: dict[tuple[Problem, Device], Choice] = {}
+        self._noticed: set[str] = set()
+
+    def choose(self, problem: Problem, device: Device, strict: bool = False) -> Choice:
+        """The config for a problem: exact, else same bucket, else nearest, else the default.
+
+        A row is used only where its config is valid for the problem. `strict` raises LookupError
+        on a GPU the module has no rows for.
+        """
+        choice = self._choices.get((problem, device))
+        if choice is None:
+            choice = self._search(problem, device, strict)
+            self._choices[problem, device] = choice
+        self.counts[choice.how] += 1
+        return choice
+
+    def _search(self, problem: Problem, device: Device, strict: bool) -> Choice:
+        table = self._table(device, strict)
+        key, sizes = match_key(problem), match_sizes(problem)
+        found: list[tuple[float, Row]] = []
+        for row in table.rows if table else ():
+            distance = match_distance(sizes, row.sizes) if row.key == key else None
+            if distance is None or SELECTION_REFUSALS[row.family](problem, row.knobs, device):
+                continue
+            found.append((distance, row))
+        if not found:
+            knobs = SELECTION_DEFAULTS[problem.op](problem, device)
+            return self._choice(problem, problem.op, knobs, "default", 0.0, 0.0, None)
+        distance, row = min(found, key=lambda pair: pair[0])
+        how = "nearest"
+        if row.sizes == sizes:
+            how = "exact"
+        elif match_bucket(row.sizes) == match_bucket(sizes):
+            how = "bucket"
+        return self._choice(problem, row.family, row.knobs, how, distance, row.regret, row.sizes)
+
+    def _choice(
+        self,
+        problem: Problem,
+        family: str,
+        knobs: dict[str, Any],
+        how: str,
+        distance: float,
+        regret: float,
+        tuned: MatchSizes | None,
+    ) -> Choice:
+        causal = problem.op == "prefill" and problem.causal
+        name = self.tables.names[family, causal, problem.paged]
+        module = self._module(name)
+        return Choice(module, dict(knobs), how, family, distance, regret, tuned)
+
+    def _module(self, name: str) -> ModuleType:
+        return _selection_module(name, self.tables.texts[name])
+
+    def _table(self, device: Device, strict: bool) -> GpuTable | None:
+        for table in self.tables.gpus:
+            if table.device.identity == device.identity:
+                if table.triton != triton.__version__:
+                    self._notice(
+                        f"measured with triton {table.triton}, this is {triton.__version__}:"
+                        " the choices are unverified"
+                    )
+                return table
+        known = ", ".join(table.device.name for table in self.tables.gpus)
+        if strict:
+            raise LookupError(f"no measurements for {device.identity}; the module knows {known}")
+        self._notice(f"no measurements for {device.identity}, defaults serve; known: {known}")
+        return None
+
+    def _notice(self, text: str) -> None:
+        """Warn once a process about each thing."""
+        if text not in self._noticed:
+            self._noticed.add(text)
+            warnings.warn(f"autoflash: {text}", stacklevel=5)
+
+
+@cache
+def _selection_module(name: str, text: str) -> ModuleType:
+    return load_text(f"{name}.py", text)
