@@ -1,0 +1,280 @@
+"""Workload files: what they mean, and every mistake told in one line with file, key and reason."""
+
+from pathlib import Path
+from typing import get_args
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoflash import workload
+from autoflash.errors import WorkloadError
+from autoflash.problem import Problem
+from autoflash.runtime.problem import DTYPE_BYTES
+from autoflash.workload import MAX_PROBLEMS, Workload, load_workload, workload_schema
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = "model: {num_heads: 8, num_kv_heads: 2, head_dim: 64, dtype: bf16}\n"
+
+
+def load(folder: Path, text: str) -> Workload:
+    path = folder / "llama.yaml"
+    path.write_text(text)
+    return load_workload(path)
+
+
+def mistakes(folder: Path, text: str) -> list[str]:
+    with pytest.raises(WorkloadError) as error:
+        load(folder, text)
+    return str(error.value).splitlines()
+
+
+def test_an_entry_takes_what_it_does_not_say_from_the_model(tmp_path):
+    text = MODEL + "decode: [{batch: 3, seqlen_k: 100, head_dim: 128}]"
+    expected = Problem(
+        op="decode",
+        dtype="bf16",
+        batch=3,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        seqlen_q=1,
+        seqlen_k=100,
+    )
+    assert load(tmp_path, text).problems == ((expected, 1.0),)
+
+
+def test_lists_expand_to_their_product_and_keep_their_order(tmp_path):
+    text = MODEL + "decode: [{batch: [1, 8], seqlen_k: [64, 32], page_size: [0, 16]}]"
+    problems = [problem for problem, _ in load(tmp_path, text).problems]
+    shapes = [(p.batch, p.seqlen_k, p.page_size) for p in problems]
+    assert shapes == [(b, k, p) for b in (1, 8) for k in (64, 32) for p in (0, 16)]
+
+
+def test_lists_of_the_model_expand_too(tmp_path):
+    text = MODEL.replace("bf16", "[bf16, fp16]") + "prefill: [{seqlen_q: 32}]"
+    assert [p.dtype for p, _ in load(tmp_path, text).problems] == ["bf16", "fp16"]
+
+
+def test_a_prompt_without_seqlen_k_attends_to_itself(tmp_path):
+    problems = load(tmp_path, MODEL + "prefill: [{seqlen_q: [32, 48]}]").problems
+    assert [(p.seqlen_q, p.seqlen_k) for p, _ in problems] == [(32, 32), (48, 48)]
+    ((chunk, _),) = load(tmp_path, MODEL + "prefill: [{seqlen_q: 32, seqlen_k: 80}]").problems
+    assert (chunk.seqlen_q, chunk.seqlen_k) == (32, 80)
+
+
+def test_every_key_of_an_entry_reaches_the_problem(tmp_path):
+    text = (
+        MODEL
+        + """
+prefill:
+  - {seqlen_q: 32, causal: [true, false], layout: bhsd}
+decode:
+  - {seqlen_k: 64, seqlen_q: 2, kv_layout: hnd, lengths: ragged, page_size: 16}
+"""
+    )
+    causal, full, decode = (problem for problem, _ in load(tmp_path, text).problems)
+    assert (causal.causal, full.causal, full.layout) == (True, False, "bhsd")
+    assert (decode.seqlen_q, decode.kv_layout, decode.lengths) == (2, "hnd", "ragged")
+
+
+def test_each_problem_of_an_entry_has_its_weight(tmp_path):
+    text = MODEL + "decode: [{batch: [1, 2], seqlen_k: 64, weight: 2.5}]"
+    assert [weight for _, weight in load(tmp_path, text).problems] == [2.5, 2.5]
+
+
+def test_a_problem_given_twice_is_one_with_the_weights_added(tmp_path):
+    text = MODEL + "decode: [{seqlen_k: [32, 64], weight: 2}, {seqlen_k: 64, weight: 3}]"
+    weights = {p.seqlen_k: weight for p, weight in load(tmp_path, text).problems}
+    assert weights == {32: 2.0, 64: 5.0}
+
+
+def test_a_workload_is_called_by_its_name_or_else_by_its_file(tmp_path):
+    text = MODEL + "prefill: [{seqlen_q: 32}]"
+    assert load(tmp_path, text).name == "llama"
+    assert load(tmp_path, "name: other\n" + text).name == "other"
+
+
+KEY_MISTAKES = [
+    ("prefil: []", "unknown key prefil; did you mean prefill?"),
+    ("decode: [{bacth: 1, seqlen_k: 2}]", "decode[0]: unknown key bacth; did you mean batch?"),
+    ("decode: [{seqlen_k: 2, weigth: 1}]", "decode[0]: unknown key weigth; did you mean weight?"),
+    (
+        "model: {zzz: 1}",
+        "model: unknown key zzz; known are dtype, head_dim, num_heads, num_kv_heads",
+    ),
+    ("decode: [{seqlen_k: 2, 5: 1}]", "decode[0]: unknown key; a key is a word"),
+    ("decode: [{batch: 1}]", "decode[0].seqlen_k: is missing"),
+    ("prefill: [{batch: 1}]", "prefill[0].seqlen_q: is missing"),
+]
+TYPE_MISTAKES = [
+    ("decode: [{seqlen_k: true}]", "decode[0].seqlen_k: true is not an integer"),
+    ("decode: [{seqlen_k: yes}]", "decode[0].seqlen_k: true is not an integer"),
+    ("decode: [{seqlen_k: '64'}]", "decode[0].seqlen_k: '64' is not an integer"),
+    ("decode: [{seqlen_k: 64.0}]", "decode[0].seqlen_k: 64.0 is not an integer"),
+    ("decode: [{seqlen_k: 1e3}]", "decode[0].seqlen_k: '1e3' is not an integer"),
+    ("decode: [{seqlen_k: }]", "decode[0].seqlen_k: nothing is not an integer"),
+    ("decode: [{seqlen_k: [[1]]}]", "decode[0].seqlen_k[0]: a list is not an integer"),
+    ("decode: [{seqlen_k: {a: 1}}]", "decode[0].seqlen_k: a mapping is not an integer"),
+    ("prefill: [{seqlen_q: 2, causal: 1}]", "prefill[0].causal: 1 is not true or false"),
+    ("decode: [{seqlen_k: 2, weight: true}]", "decode[0].weight: true is not a finite number"),
+    ("decode: [{seqlen_k: 2, weight: .nan}]", "decode[0].weight: nan is not a finite number"),
+    ("decode: [{seqlen_k: 2, weight: .inf}]", "decode[0].weight: inf is not a finite number"),
+    ("decode: {seqlen_k: 2}", "decode: a mapping is not a list"),
+    ("decode: [3]", "decode[0]: 3 is not a mapping of keys to values"),
+    ("decode:", "decode: nothing is not a list"),
+    ("name: 3", "name: 3 is not a name"),
+]
+VALUE_MISTAKES = [
+    ("decode: [{seqlen_k: []}]", "decode[0].seqlen_k: the list is empty"),
+    ("decode: [{seqlen_k: 0}]", "decode[0].seqlen_k: 0 is not positive"),
+    ("decode: [{seqlen_k: [64, -1]}]", "decode[0].seqlen_k[1]: -1 is not positive"),
+    ("decode: [{seqlen_k: 2, page_size: -1}]", "decode[0].page_size: -1 is negative"),
+    ("decode: [{seqlen_k: 2147483648}]", "decode[0].seqlen_k: 2147483648 is more than 2147483647"),
+    ("decode: [{seqlen_k: 2, weight: 0}]", "decode[0].weight: 0 is not positive"),
+    ("decode: [{seqlen_k: 2, dtype: fp8}]", "decode[0].dtype: 'fp8' is none of bf16, fp16 or fp32"),
+    ("decode: [{seqlen_k: 2, kv_layout: nh}]", "decode[0].kv_layout: 'nh' is none of nhd or hnd"),
+    (
+        "decode: [{seqlen_k: 2, num_heads: 5}]",
+        "decode[0]: num_heads 5 is not a multiple of num_kv_heads 2",
+    ),
+    (
+        "decode: [{seqlen_k: 2, head_dim: 65}]",
+        "decode[0]: head_dim 65 is not a multiple of 8 from 16 to 256",
+    ),
+    (
+        "decode: [{seqlen_k: 64, seqlen_q: 17}]",
+        "decode[0]: seqlen_q 17 is more than the 16 query tokens a decode step may have",
+    ),
+    ("", "prefill, decode: neither has an entry, so there is nothing to tune"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), KEY_MISTAKES + TYPE_MISTAKES + VALUE_MISTAKES)
+def test_a_mistake_is_one_line_of_file_key_and_reason(tmp_path, text, expected):
+    model = "" if text.startswith("model") else MODEL
+    assert mistakes(tmp_path, model + text) == [f"llama.yaml: {expected}"]
+
+
+NOT_YAML = [
+    ("- 1", "a list is not a mapping of keys to values"),
+    ("a: 1\nb: 2\na: 3", "line 3, column 1: a is given twice"),
+    ("model: {dtype: fp16, dtype: bf16}", "line 1, column 22: dtype is given twice"),
+    ("x: [", "line 1, column 5: expected the node content, but found '<stream end>'"),
+    ("\x00", "not YAML: unacceptable character #x0000: special characters are not allowed"),
+    ("a: 2024-13-45", "not YAML: month must be in 1..12"),
+    ("[" * 5000, "not YAML: nested too deeply"),
+    (
+        "name: !!python/object/apply:os.getcwd []",
+        "line 1, column 7: could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/object/apply:os.getcwd'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), NOT_YAML, ids=lambda value: value[:20])
+def test_what_is_not_yaml_is_told_by_its_place(tmp_path, text, expected):
+    assert mistakes(tmp_path, text) == [f"llama.yaml: {expected}"]
+
+
+def test_every_mistake_of_a_file_is_told_at_once(tmp_path):
+    text = MODEL + "decode: [{seqlen_k: 0}, {seqlen_k: 1}, {seqlen_k: '4', dtype: fp8}]"
+    assert mistakes(tmp_path, text) == [
+        "llama.yaml: decode[0].seqlen_k: 0 is not positive",
+        "llama.yaml: decode[2].dtype: 'fp8' is none of bf16, fp16 or fp32",
+        "llama.yaml: decode[2].seqlen_k: '4' is not an integer",
+    ]
+
+
+def test_a_file_of_mistakes_is_cut_short(tmp_path):
+    lines = mistakes(tmp_path, MODEL + f"decode: [{'{seqlen_k: 0}, ' * 50}]")
+    assert len(lines) == workload.MAX_MISTAKES + 1
+    assert lines[-1] == "llama.yaml: 30 more mistakes"
+
+
+def test_a_head_count_that_nobody_gives_is_asked_for(tmp_path):
+    text = "decode: [{seqlen_k: 64, dtype: bf16, num_heads: 4, head_dim: 64}]"
+    assert mistakes(tmp_path, text) == [
+        "llama.yaml: decode[0]: num_kv_heads is given neither here nor in model"
+    ]
+
+
+def test_an_expansion_past_the_limit_is_refused_before_it_is_made(tmp_path):
+    thousand = ", ".join(str(n) for n in range(1, 1001))
+    every = ", ".join(f"{key}: [{thousand}]" for key in ("batch", "seqlen_q", "seqlen_k"))
+    (line,) = mistakes(tmp_path, MODEL + f"prefill: [{{{every}}}]")
+    expected = f"its lists expand to 1000000000 problems; a workload may have {MAX_PROBLEMS} in all"
+    assert line == f"llama.yaml: prefill[0]: {expected}"
+
+
+def test_a_file_that_cannot_be_read_is_told_by_its_path(tmp_path):
+    for path, reason in (
+        (tmp_path / "none.yaml", "No such file or directory"),
+        (tmp_path, "is a folder; a workload is one YAML file"),
+    ):
+        with pytest.raises(WorkloadError) as error:
+            load_workload(path)
+        assert str(error.value) == f"{path}: {reason}"
+
+
+def test_a_file_too_large_to_be_a_workload_is_refused(tmp_path):
+    (line,) = mistakes(tmp_path, "#" * (workload.MAX_FILE_BYTES + 1))
+    assert line == "llama.yaml: is larger than 1048576 bytes"
+
+
+def test_the_words_of_the_format_are_those_of_problem():
+    assert get_args(workload.Dtype) == tuple(DTYPE_BYTES)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_loads_and_is_called_by_its_file_name(path):
+    loaded = load_workload(path)
+    assert loaded.name == path.stem
+    ops = {problem.op for problem, _ in loaded.problems}
+    assert ops == {"prefill", "decode"}
+
+
+def test_llama_covers_prompts_and_contexts_up_to_32768():
+    problems = [problem for problem, _ in load_workload(EXAMPLES / "llama-3-8b.yaml").problems]
+    prefill = {(p.batch, p.seqlen_q) for p in problems if p.op == "prefill" and p.causal}
+    decode = {(p.batch, p.page_size) for p in problems if p.op == "decode"}
+    assert {(1, 512), (4, 512), (1, 32768), (4, 32768)} <= prefill
+    assert decode == {(batch, page) for batch in (1, 8, 64) for page in (0, 16)}
+    assert {(p.num_heads, p.num_kv_heads, p.head_dim, p.dtype) for p in problems} == {
+        (32, 8, 128, "bf16")
+    }
+
+
+positive = st.integers(1, 64)
+choices = st.one_of(positive, st.lists(positive, min_size=1, max_size=2))
+entries = st.fixed_dictionaries(
+    {"seqlen_k": choices},
+    optional={
+        "batch": choices,
+        "page_size": st.one_of(st.just(0), st.lists(st.integers(0, 16), min_size=1, max_size=2)),
+        "kv_layout": st.sampled_from(["nhd", "hnd", ["nhd", "hnd"]]),
+        "weight": st.floats(0.5, 100),
+        "dtype": st.sampled_from(["fp16", ["fp16", "fp32"]]),
+    },
+)
+files = st.fixed_dictionaries({"decode": st.lists(entries, min_size=1, max_size=2)})
+
+
+@given(files)
+@settings(deadline=None, max_examples=50)
+def test_what_the_loader_accepts_the_schema_accepts(tmp_path_factory, content):
+    content = {**yaml.safe_load(MODEL), **content}
+    load(tmp_path_factory.getbasetemp(), yaml.safe_dump(content))
+    jsonschema.validate(content, workload_schema())
+
+
+@pytest.mark.parametrize(("text", "_expected"), KEY_MISTAKES[:4] + TYPE_MISTAKES[:3])
+def test_what_the_schema_accepts_is_no_mistake_of_spelling(text, _expected):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load(text), workload_schema())
+
+
+def test_the_schema_is_one_that_validators_accept():
+    jsonschema.Draft202012Validator.check_schema(workload_schema())
