@@ -120,14 +120,15 @@ class Selector:
         return _selection_module(name, self.tables.texts[name])
 
     def _table(self, device: Device, strict: bool) -> GpuTable | None:
-        for table in self.tables.gpus:
-            if table.device.identity == device.identity:
-                if table.triton != triton.__version__:
-                    self._notice(
-                        f"measured with triton {table.triton}, this is {triton.__version__}:"
-                        " the choices are unverified"
-                    )
-                return table
+        own = [table for table in self.tables.gpus if table.device.identity == device.identity]
+        same_triton = [table for table in own if table.triton == triton.__version__]
+        if own and not same_triton:
+            self._notice(
+                f"measured with triton {own[0].triton}, this is {triton.__version__}:"
+                " the choices are unverified"
+            )
+        if own:
+            return (same_triton or own)[0]
         known = ", ".join(table.device.name for table in self.tables.gpus)
         if strict:
             raise LookupError(f"no measurements for {device.identity}; the module knows {known}")

@@ -1,0 +1,242 @@
+"""Export: measured winners become one module that needs torch and triton only."""
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoflash import __version__
+from autoflash.errors import ExportError
+from autoflash.families import FAMILIES
+from autoflash.gpu import Gpu
+from autoflash.portfolio import Measured, Served, choose_portfolio
+from autoflash.problem import Problem, Variant
+from autoflash.records import Winner
+from autoflash.render import render
+from autoflash.runtime.device import Device
+from autoflash.runtime.match import match_key, match_sizes
+from autoflash.single_file import joined_runtime
+
+MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
+
+DOCSTRING = '''"""Attention for the GPUs and shapes listed below: {functions}.
+
+Made by autoflash {version}; not for editing. Needs torch and triton.
+{provenance}
+"""
+'''
+
+
+@dataclass(frozen=True)
+class ExportedRow:
+    """One tuned problem of the module: its GPU, what serves it and what that loses."""
+
+    gpu: Gpu
+    served: Served
+    source: str
+
+
+@dataclass(frozen=True)
+class Export:
+    """The module's text, its rows, and the winners left out with the reason for each."""
+
+    text: str
+    rows: tuple[ExportedRow, ...]
+    left_out: tuple[tuple[Winner, str], ...]
+
+
+def export(
+    winners: Sequence[Winner],
+    *,
+    gpus: Sequence[str] = (),
+    allow_predicted: bool = False,
+    most_configs: int = MOST_CONFIGS,
+) -> Export:
+    """The module that serves these winners; the same winners give the same bytes.
+
+    `gpus` are names or slugs to keep, all when empty. At most `most_configs` configs serve one
+    variant and dtype on one GPU, chosen by measured loss. Raises ExportError when nothing is left.
+    """
+    kept, left_out = [], []
+    for winner in winners:
+        reason = _reason_to_leave_out(winner, gpus, allow_predicted)
+        if reason:
+            left_out.append((winner, reason))
+        else:
+            kept.append(winner)
+    if not kept:
+        reasons = sorted({reason for _, reason in left_out}) or ["no winners are stored"]
+        raise ExportError(f"nothing to export: {'; '.join(reasons)}")
+    rows = _portfolios(kept, most_configs)
+    return Export(_module_text(kept, rows), tuple(rows), tuple(left_out))
+
+
+def write_module(text: str, path: Path) -> None:
+    """Write the module whole or not at all. Raises ExportError."""
+    if path.suffix != ".py":
+        raise ExportError(f"{path}: the module's name must end in .py")
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="ascii"
+        ) as written:
+            written.write(text)
+        Path(written.name).chmod(0o644)
+        Path(written.name).replace(path)
+    except OSError as error:
+        raise ExportError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _reason_to_leave_out(winner: Winner, gpus: Sequence[str], allow_predicted: bool) -> str | None:
+    decision = winner.decision
+    if gpus and not {winner.gpu.name, winner.gpu.slug} & set(gpus):
+        return "of a GPU that was not asked for"
+    if decision.source == "predicted" and not allow_predicted:
+        return "predicted, not measured (--allow-predicted exports such rows)"
+    family = FAMILIES.get(decision.winner.family)
+    if family is None:
+        return f"of a family this version does not have: {decision.winner.family}"
+    reason = family.refusal(decision.problem, decision.winner, winner.gpu)
+    if reason:
+        return f"the config is not valid: {reason}"
+    if render(family.variant(decision.problem)).digest != decision.kernel_digest:
+        return "stale: the kernel's text has changed since it was measured"
+    return None
+
+
+def _portfolios(winners: Iterable[Winner], most_configs: int) -> list[ExportedRow]:
+    groups: dict[tuple[Any, ...], list[Winner]] = defaultdict(list)
+    for winner in winners:
+        decision = winner.decision
+        key = (winner.gpu, winner.toolchain.triton, decision.source, match_key(decision.problem))
+        groups[key].append(winner)
+    rows = []
+    for group in groups.values():
+        served = choose_portfolio([_measured(winner) for winner in group], most_configs)
+        rows += [
+            ExportedRow(winner.gpu, one, winner.decision.source)
+            for winner, one in zip(group, served, strict=True)
+        ]
+    return sorted(rows, key=lambda row: (row.gpu.slug, row.gpu.identity, row.served.problem))
+
+
+def _measured(winner: Winner) -> Measured:
+    """The decision's times, without configs that the family would refuse for this problem."""
+    decision = winner.decision
+    times = {
+        config: us
+        for config, us in decision.times
+        if config.family in FAMILIES
+        and not FAMILIES[config.family].refusal(decision.problem, config, winner.gpu)
+    }
+    times[decision.winner] = decision.winner_us
+    return Measured(decision.problem, decision.winner, times, winner.weight)
+
+
+def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
+    imports, bodies = joined_runtime()
+    docstring = DOCSTRING.format(
+        functions="prefill() and decode()", version=__version__, provenance=_provenance(winners)
+    )
+    text = "\n".join(
+        [
+            docstring,
+            "from __future__ import annotations\n",
+            imports,
+            '__all__ = ["ProblemError", "coverage", "decode", "explain", "prefill"]\n\n',
+            bodies,
+            "",
+            _tables_text(winners, rows),
+        ]
+    )
+    if not text.isascii():
+        raise ExportError("the module would not be ASCII: a GPU's name or a template is not")
+    return text
+
+
+def _provenance(winners: Sequence[Winner]) -> str:
+    lines = set()
+    for winner in winners:
+        chain = winner.toolchain
+        lines.add(
+            f"{winner.gpu.name} ({winner.gpu.arch}): {winner.decision.source} with driver"
+            f" {chain.driver or 'none'}, torch {chain.torch}, triton {chain.triton}."
+        )
+    return "\n".join(sorted(lines))
+
+
+def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
+    """The kernels' texts, once each, and a table of integers a GPU and triton version."""
+    used = {row.served.config.family for row in rows}
+    names = _names(used | {family.op for family in FAMILIES.values()})
+    texts = {render(variant).name: render(variant).text for variant in names.values()}
+    triton_of = {(w.gpu, w.decision.problem): w.toolchain.triton for w in winners}
+    knobs = sorted({row.served.config.knobs for row in rows}, key=repr)
+    lines = ["_TEXTS = {"]
+    lines += [f"    {name!r}: {_literal(texts[name])}," for name in sorted(texts)]
+    lines += ["}", "_NAMES = {  # (family, causal, paged)"]
+    lines += [f"    {key!r}: {render(names[key]).name!r}," for key in sorted(names)]
+    lines += ["}", "_KNOBS = ("]
+    lines += [f"    {dict(each)!r}," for each in knobs]
+    lines += [")", "_GPUS = ("]
+    tables: dict[tuple[Gpu, str], list[ExportedRow]] = defaultdict(list)
+    for row in rows:
+        tables[row.gpu, triton_of[row.gpu, row.served.problem]].append(row)
+    newest_first = sorted(tables, key=lambda key: _version(key[1]), reverse=True)
+    for gpu, triton in sorted(newest_first, key=lambda key: key[0].slug):
+        lines += [
+            "    GpuTable(",
+            f"        {_device(gpu)!r},",
+            f"        {triton!r},",
+            "        (",
+        ]
+        lines += [f"            {_row(row, knobs)}," for row in tables[gpu, triton]]
+        lines += ["        ),", "    ),"]
+    lines += [")", "", "install_tables(Tables(_TEXTS, _NAMES, _GPUS))", ""]
+    return "\n".join(lines)
+
+
+def _names(families: Iterable[str]) -> dict[tuple[str, bool, bool], Variant]:
+    """Every variant of the families, by (family, causal, paged)."""
+    names = {}
+    for family in (FAMILIES[name] for name in sorted(families)):
+        for switch in (False, True):
+            sample = Problem(
+                op=family.op,
+                dtype="bf16",
+                batch=1,
+                num_heads=1,
+                num_kv_heads=1,
+                head_dim=64,
+                seqlen_q=1,
+                seqlen_k=64,
+                causal=switch,
+                page_size=16 if switch and family.op == "decode" else 0,
+            )
+            causal = family.op == "prefill" and sample.causal
+            names[family.name, causal, sample.paged] = family.variant(sample)
+    return names
+
+
+def _row(row: ExportedRow, knobs: Sequence[Any]) -> str:
+    problem, config = row.served.problem, row.served.config
+    key, sizes = match_key(problem), tuple(match_sizes(problem))
+    place = knobs.index(config.knobs)
+    regret = round(row.served.regret, 4)
+    return f"Row({key!r}, MatchSizes{sizes!r}, {config.family!r}, _KNOBS[{place}], {regret!r})"
+
+
+def _device(gpu: Gpu) -> Device:
+    return Device(**{name: getattr(gpu, name) for name in Device._fields})
+
+
+def _literal(text: str) -> str:
+    """A readable string literal of exactly this text."""
+    if "\\" in text or "'''" in text or text.endswith("'"):
+        return repr(text)
+    return f"'''{text}'''"
+
+
+def _version(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".") if part.isdigit())
