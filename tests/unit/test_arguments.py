@@ -1,0 +1,138 @@
+"""A wrong argument is one line that names it, what was expected and what was given."""
+
+import pytest
+import torch
+
+from autoflash.runtime.arguments import (
+    check_cache_entries,
+    check_output,
+    decode_problem,
+    prefill_problem,
+    refuse_arguments,
+)
+from autoflash.runtime.problem import Problem, ProblemError
+
+
+def tensors(**changes):
+    shapes = {"q": (2, 5, 4, 32), "k": (2, 7, 2, 32), "v": (2, 7, 2, 32), **changes}
+    return [torch.zeros(shape, dtype=torch.float16) for shape in shapes.values()]
+
+
+def decode_call(**changes):
+    call = {
+        "q": torch.zeros(3, 1, 4, 32),
+        "k_cache": torch.zeros(9, 16, 2, 32),
+        "v_cache": torch.zeros(9, 16, 2, 32),
+        "cache_seqlens": torch.tensor([1, 2, 40], dtype=torch.int32),
+        "block_table": torch.zeros(3, 3, dtype=torch.int32),
+        "kv_layout": "nhd",
+        "max_seqlen_k": None,
+        "lengths": "ragged",
+    }
+    return {**call, **changes}
+
+
+def test_the_problem_is_read_from_the_shapes():
+    q, k, v = tensors()
+    problem = prefill_problem(q, k, v, True, "bshd")
+    assert problem == Problem("prefill", "fp16", 2, 4, 2, 32, 5, 7, causal=True)
+    swapped = prefill_problem(*(t.transpose(1, 2) for t in (q, k, v)), True, "bhsd")
+    assert (swapped.num_heads, swapped.seqlen_k, swapped.layout) == (4, 7, "bhsd")
+
+
+def test_the_capacity_of_the_cache_stands_for_a_missing_max_seqlen_k():
+    assert decode_problem(**decode_call()).seqlen_k == 48
+    assert decode_problem(**decode_call(max_seqlen_k=40)).seqlen_k == 40
+    hnd = decode_call(kv_layout="hnd", block_table=None)
+    hnd["k_cache"] = hnd["v_cache"] = torch.zeros(3, 2, 16, 32)
+    assert decode_problem(**hnd).seqlen_k == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": (2, 7, 2, 64)}, "k has head_dim 64, expected 32"),
+        ({"k": (3, 7, 2, 32)}, "k has batch 3, expected 2"),
+        ({"v": (2, 8, 2, 32)}, "v has seqlen_k 8, expected 7"),
+        ({"v": (2, 7, 4, 32)}, "v has num_kv_heads 4, expected 2"),
+        ({"q": (2, 5, 3, 32)}, "num_heads 3 is not a multiple of num_kv_heads 2"),
+        ({"q": (2, 5, 32)}, "q has 3 dimensions, not 4"),
+        ({"q": (2, 5, 4, 20), "k": (2, 7, 2, 20)}, "head_dim 20 is not a multiple of 8"),
+        ({"q": (2, 5, 4, 264), "k": (2, 7, 2, 264)}, "head_dim 264 is not a multiple of 8"),
+        ({"q": (0, 5, 4, 32), "k": (0, 7, 2, 32), "v": (0, 7, 2, 32)}, "batch 0 is not positive"),
+    ],
+)
+def test_prefill_names_the_shape_that_does_not_fit(changes, message):
+    with pytest.raises(ProblemError, match=message):
+        prefill_problem(*tensors(**changes), False, "bshd")
+
+
+def test_mixed_and_unknown_dtypes_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(ProblemError, match=r"v is torch.float32, q is torch.float16"):
+        prefill_problem(q, k, v.float(), False, "bshd")
+    with pytest.raises(ProblemError, match=r"q is torch.int32, not bf16, fp16 or fp32"):
+        prefill_problem(q.int(), k.int(), v.int(), False, "bshd")
+
+
+def test_a_last_dimension_with_gaps_is_refused():
+    q, k, v = tensors(v=(2, 7, 2, 64))
+    with pytest.raises(ProblemError, match="v's last dimension must be contiguous"):
+        prefill_problem(q, k, v[..., ::2], False, "bshd")
+
+
+def test_inputs_that_require_grad_are_refused_while_there_is_no_backward():
+    q, k, v = tensors()
+    q.requires_grad_()
+    with pytest.raises(ProblemError, match="q requires grad and there is no backward yet"):
+        prefill_problem(q, k, v, False, "bshd")
+    with torch.no_grad():
+        assert prefill_problem(q, k, v, False, "bshd").batch == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache_seqlens": torch.zeros(2, dtype=torch.int32)}, r"cache_seqlens is \(2,\), expec"),
+        ({"cache_seqlens": torch.zeros(3)}, "cache_seqlens is torch.float32, not int32 or int64"),
+        ({"block_table": torch.zeros(2, 3, dtype=torch.int32)}, r"block_table is \(2, 3\)"),
+        ({"block_table": torch.zeros(3, dtype=torch.int32)}, r"block_table is \(3,\)"),
+        ({"max_seqlen_k": 49}, "max_seqlen_k 49 is not from 0 to the cache's capacity 48"),
+        ({"max_seqlen_k": -1}, "max_seqlen_k -1 is not from 0"),
+        ({"kv_layout": "dnh"}, "kv_layout 'dnh' is none of nhd, hnd"),
+        ({"lengths": "long"}, "lengths 'long' is none of equal, ragged"),
+        ({"block_table": None}, "k_cache has batch 9, expected 3"),
+        ({"v_cache": torch.zeros(9, 16, 1, 32)}, "v_cache has num_kv_heads 1, expected 2"),
+    ],
+)
+def test_decode_names_the_argument_that_does_not_fit(changes, message):
+    with pytest.raises(ProblemError, match=message):
+        decode_problem(**decode_call(**changes))
+
+
+def test_an_argument_that_is_not_served_yet_is_refused_by_name():
+    refuse_arguments("prefill", softcap=0.0, window=(-1, -1), bias=None, deterministic=False)
+    for name, value in (("softcap", 30.0), ("window", (128, 0)), ("bias", torch.zeros(1))):
+        with pytest.raises(ProblemError, match=f"prefill: {name} is not supported yet"):
+            refuse_arguments("prefill", **{name: value})
+
+
+def test_an_output_of_another_shape_or_type_is_refused():
+    q, _, _ = tensors()
+    check_output("prefill", torch.empty_like(q), q, 32)
+    for out in (torch.empty(2, 5, 4, 16).half(), torch.empty(2, 5, 4, 32)):
+        with pytest.raises(ProblemError, match="out must be"):
+            check_output("prefill", out, q, 32)
+
+
+def test_checking_finds_a_bad_page_inside_the_used_range_and_only_there():
+    call = decode_call()
+    problem = decode_problem(**call)
+    table = torch.tensor([[0, -1, 2**30], [3, 2**30, -1], [4, 5, 6]], dtype=torch.int32)
+    check_cache_entries(problem, call["k_cache"], call["cache_seqlens"], table)
+    table[2, 1] = 9
+    with pytest.raises(ProblemError, match=r"block_table\[2, 1\] is 9, the cache has pages 0\.\.8"):
+        check_cache_entries(problem, call["k_cache"], call["cache_seqlens"], table)
+    with pytest.raises(ProblemError, match=r"cache_seqlens holds 49, not in 0\.\.48"):
+        lengths = torch.tensor([1, 49, 2])
+        check_cache_entries(problem, call["k_cache"], lengths, table)

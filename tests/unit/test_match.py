@@ -1,0 +1,92 @@
+"""One table says what every field and argument means for a match; tuner and module share it."""
+
+import inspect
+
+from autoflash.runtime.dispatch import decode, prefill
+from autoflash.runtime.match import (
+    MATCH_RULES,
+    match_bucket,
+    match_distance,
+    match_key,
+    match_sizes,
+)
+from autoflash.runtime.problem import PROBLEM_FIELDS, Problem
+
+
+def prefill_of(**changes) -> Problem:
+    fields = {
+        "op": "prefill",
+        "dtype": "bf16",
+        "batch": 1,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "seqlen_q": 512,
+        "seqlen_k": 512,
+    }
+    return Problem(**{**fields, **changes})
+
+
+def decode_of(**changes) -> Problem:
+    return prefill_of(**{"op": "decode", "seqlen_q": 1, **changes})
+
+
+def test_every_field_of_problem_and_every_argument_stands_in_the_table():
+    arguments = {*inspect.signature(prefill).parameters, *inspect.signature(decode).parameters}
+    assert arguments | set(PROBLEM_FIELDS) == set(MATCH_RULES)
+
+
+def test_a_field_that_matches_exactly_changes_the_key():
+    for field, value in (
+        ("dtype", "fp16"),
+        ("out_dtype", "fp32"),
+        ("kv_dtype", "fp16"),
+        ("head_dim", 128),
+        ("head_dim_v", 32),
+        ("causal", False),
+        ("layout", "bhsd"),
+        ("deterministic", True),
+        ("batch_invariant", True),
+        ("num_heads", 2),  # another group size
+    ):
+        assert match_key(prefill_of(**{field: value})) != match_key(prefill_of()), field
+    assert match_key(decode_of(page_size=16)) != match_key(decode_of())
+    assert match_key(decode_of(kv_layout="hnd")) != match_key(decode_of())
+    assert match_key(decode_of(seqlen_q=2)) != match_key(decode_of())
+    assert match_key(decode_of()) != match_key(prefill_of(seqlen_q=1))
+
+
+def test_sizes_change_the_sizes_and_not_the_key():
+    for field, value in (
+        ("seqlen_q", 600),
+        ("seqlen_k", 600),
+        ("batch", 2),
+        ("lengths", "ragged"),
+    ):
+        assert match_key(prefill_of(**{field: value})) == match_key(prefill_of()), field
+        assert match_sizes(prefill_of(**{field: value})) != match_sizes(prefill_of()), field
+    assert match_key(decode_of(page_size=16)) == match_key(decode_of(page_size=64))
+
+
+def test_the_group_size_counts_and_not_the_number_of_heads():
+    twice = prefill_of(num_heads=16, num_kv_heads=4)
+    assert match_key(twice) == match_key(prefill_of())
+    assert match_sizes(twice) == match_sizes(prefill_of(batch=2))
+
+
+def test_a_bucket_ends_at_each_power_of_two():
+    def bucket(seqlen_k: int) -> int:
+        return match_bucket(match_sizes(prefill_of(seqlen_k=seqlen_k))).seqlen_k
+
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 512, 513, 1024)] == [1, 2, 4, 4, 8, 512, 1024, 1024]
+    for n in range(1, 4098):
+        assert bucket(n) / 2 < n <= bucket(n)
+
+
+def test_distance_is_in_doublings_and_ends_at_a_factor_of_eight():
+    near, far = match_sizes(prefill_of(seqlen_k=4096)), match_sizes(prefill_of(seqlen_k=4097))
+    here = match_sizes(prefill_of())
+    assert match_distance(here, here) == 0
+    assert match_distance(here, near) == 3
+    assert match_distance(here, far) is None
+    assert match_distance(near, here) == 3

@@ -1,0 +1,90 @@
+"""A few configs serve a group of problems; what each loses is said."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoflash.config import Config
+from autoflash.portfolio import Measured, choose_portfolio
+from autoflash.problem import Problem
+
+CONFIGS = [Config.of("prefill", {"BLOCK_M": size}) for size in (16, 32, 64, 128, 256)]
+
+
+def measured(seqlen: int, times: dict[int, float], weight: float = 1.0) -> Measured:
+    """A problem whose config number i took times[i]."""
+    problem = Problem("prefill", "bf16", 1, 8, 8, 64, seqlen, seqlen)
+    by_config = {CONFIGS[i]: us for i, us in times.items()}
+    winner = min(by_config, key=lambda config: by_config[config])
+    return Measured(problem, winner, by_config, weight)
+
+
+def test_one_config_that_is_best_everywhere_serves_alone():
+    group = [measured(n, {0: 10.0, 1: 9.0, 2: 12.0}) for n in (64, 128, 256)]
+    served = choose_portfolio(group, most=4)
+    assert {one.config for one in served} == {CONFIGS[1]}
+    assert all(one.regret == 0 for one in served)
+
+
+def test_a_second_config_is_taken_only_where_it_pays():
+    far_apart = [measured(64, {0: 10.0, 1: 20.0}), measured(128, {0: 20.0, 1: 10.0})]
+    assert {one.config for one in choose_portfolio(far_apart, most=4)} == set(CONFIGS[:2])
+    close = [measured(64, {0: 10.0, 1: 10.001}), measured(128, {0: 10.001, 1: 10.0})]
+    assert len({one.config for one in choose_portfolio(close, most=4)}) == 1
+
+
+def test_the_regret_is_the_loss_against_the_problems_own_winner():
+    group = [measured(64, {0: 10.0, 1: 10.5}), measured(128, {0: 30.0, 1: 10.0}, weight=10.0)]
+    served = choose_portfolio(group, most=1)
+    assert [one.config for one in served] == [CONFIGS[1], CONFIGS[1]]
+    assert served[0].regret == pytest.approx(0.05)
+
+
+def test_a_problem_no_chosen_config_was_measured_on_keeps_its_winner():
+    group = [measured(64, {0: 10.0}), measured(128, {1: 10.0}), measured(256, {0: 10.0})]
+    served = choose_portfolio(group, most=1)
+    assert [one.config for one in served] == [CONFIGS[0], CONFIGS[1], CONFIGS[0]]
+
+
+def test_weight_decides_between_equal_losses():
+    times = ({0: 10.0, 1: 12.0}, {0: 12.0, 1: 10.0})
+    for heavy in (0, 1):
+        group = [measured(64, times[0], 1 + 9 * (heavy == 0))]
+        group.append(measured(128, times[1], 1 + 9 * (heavy == 1)))
+        assert choose_portfolio(group, most=1)[0].config == CONFIGS[heavy]
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(1, 100), min_size=5, max_size=5),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 4),
+)
+def test_at_most_so_many_configs_are_served_and_more_never_hurt_the_worst_choice(rows, most):
+    group = [measured(64 + i, dict(enumerate(row))) for i, row in enumerate(rows)]
+    served = choose_portfolio(group, most)
+    assert len({one.config for one in served}) <= most
+    for one, row in zip(served, group, strict=True):
+        assert one.regret == min(row.regret(other.config) for other in served)
+
+
+def test_greedy_choice_of_one_is_the_best_of_all():
+    group = [measured(64 + i, {j: 10.0 + (i * j) % 7 for j in range(5)}) for i in range(4)]
+
+    def total(config: Config) -> float:
+        product = 1.0
+        for row in group:
+            product *= 1 + row.regret(config)
+        return product
+
+    best = min(itertools.chain(CONFIGS), key=total)
+    assert total(choose_portfolio(group, most=1)[0].config) == pytest.approx(total(best))
+
+
+def test_a_portfolio_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="0 configs"):
+        choose_portfolio([measured(64, {0: 1.0})], most=0)
