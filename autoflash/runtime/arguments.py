@@ -15,8 +15,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 def refuse_arguments(function: str, **given: Any) -> None:
     """Raise ProblemError naming the first argument that is set although it is not served yet."""
     for name, value in given.items():
-        off = value is None or value is False or value == 0.0 or value == (-1, -1)
-        if not off:
+        if isinstance(value, torch.Tensor) or value not in (None, False, 0.0, (-1, -1)):
             raise ProblemError(f"{function}: {name} is not supported yet")
 
 
