@@ -1,10 +1,10 @@
-"""Variant: the structural switches that decide a kernel's text."""
+"""Variant: the structural switches that decide a kernel's text; and a problem told in a line."""
 
 from dataclasses import dataclass
 
 from autoflash.runtime.problem import Problem, ProblemError
 
-__all__ = ["Problem", "ProblemError", "Variant"]
+__all__ = ["Problem", "ProblemError", "Variant", "title"]
 
 
 @dataclass(frozen=True, order=True)
@@ -21,3 +21,22 @@ class Variant:
         """The golden's name: the family, then every switch that is on."""
         switches = [switch for switch in ("causal", "paged") if getattr(self, switch)]
         return "_".join([self.family, *switches])
+
+
+def title(problem: Problem) -> str:
+    """The problem in one line for people; what is as usual is left out."""
+    p = problem
+    parts = [f"{p.op} {p.dtype}", f"batch {p.batch}", f"heads {p.num_heads}/{p.num_kv_heads}"]
+    parts.append(f"head_dim {p.head_dim}")
+    if p.op == "prefill":
+        parts[0] += " causal" if p.causal else " full"
+        parts.append(f"{p.seqlen_q} queries" if p.seqlen_q != p.seqlen_k else "")
+        parts.append(f"{p.seqlen_k} keys")
+        parts.append(p.layout if p.layout != "bshd" else "")
+    else:
+        parts.append(f"{p.seqlen_q} queries" if p.seqlen_q > 1 else "")
+        parts.append(f"{p.seqlen_k} keys")
+        parts.append(f"pages of {p.page_size}" if p.paged else "contiguous")
+        parts.append(p.kv_layout if p.kv_layout != "nhd" else "")
+        parts.append(p.lengths if p.lengths != "equal" else "")
+    return ", ".join(filter(None, parts))

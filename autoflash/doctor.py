@@ -1,0 +1,127 @@
+"""Doctor: what this machine has for tuning, what is missing, and what that means."""
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoflash import __version__, gpu
+from autoflash.errors import AutoflashError
+from autoflash.kernel import cache_dir
+from autoflash.render import templates_dir
+from autoflash.store.paths import default_path, tunedb_dir
+from autoflash.toolchain import detect_toolchain
+
+OLDEST = {"torch": (2, 11), "triton": (3, 6)}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked for: what was found, and what its lack or its state means, else ""."""
+
+    name: str
+    found: str
+    missing: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything that decides what autoflash can do here. Starts CUDA where there is a GPU."""
+    return [*_software(), *_gpus(), *_places()]
+
+
+def _software() -> Iterator[Finding]:
+    toolchain = detect_toolchain()
+    yield Finding("autoflash", __version__)
+    yield Finding("python", f"{platform.python_version()} on {platform.system()}")
+    build = f"CUDA or HIP {toolchain.cuda}" if toolchain.cuda else "CPU build"
+    yield Finding("torch", f"{toolchain.torch}, {build}", _too_old("torch", toolchain.torch))
+    yield Finding("triton", toolchain.triton, _too_old("triton", toolchain.triton))
+    without = "kernels cannot be compiled for NVIDIA GPUs; it comes with triton's own package"
+    yield Finding("ptxas", toolchain.ptxas or "none", "" if toolchain.ptxas else without)
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))), "")
+    without = "triton builds its launcher with one, so no kernel can be launched on a GPU"
+    yield Finding("C compiler", compiler or "none", "" if compiler else without)
+    found = importlib.util.find_spec("matplotlib") is not None
+    without = "autoflash report draws no plots; pip install 'autoflash[report]'"
+    yield Finding("matplotlib", "installed" if found else "none", "" if found else without)
+
+
+def _gpus() -> Iterator[Finding]:
+    if not gpu.cuda_available():
+        hidden = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
+        yield Finding(
+            "gpu",
+            "torch sees none" + (", though this machine has one" if hidden else ""),
+            f"nothing can be measured: tune compiles for {gpu.DEFAULT_TARGET}, checks numerics in "
+            "triton's interpreter and predicts",
+        )
+        return
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        found = gpu.detect(index)
+        parts = [found.name, found.arch, f"{found.num_sms} SMs", f"{found.memory_gib} GiB"]
+        unknown = "peak rates are not known: no roofline" if not found.dram_gbps else ""
+        yield Finding(f"gpu {index}", ", ".join(parts), unknown)
+        yield _clocks(index)
+
+
+def _clocks(index: int) -> Finding:
+    """What NVML says of a GPU's clocks now."""
+    name = f"clocks {index}"
+    try:
+        import pynvml
+    except ImportError:
+        without = "trials record no clocks, temperature or power; pip install 'autoflash[gpu]'"
+        return Finding(name, "no nvidia-ml-py", without)
+    import torch
+
+    try:
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(index).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+        watts = pynvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000
+    except (pynvml.NVMLError, AttributeError) as error:
+        return Finding(name, f"NVML: {error}", "trials record no clocks, temperature or power")
+    state = f"SM {now} of {most} MHz, {celsius} C, power limit {watts} W, driver {driver}"
+    return Finding(name, state)
+
+
+def _places() -> Iterator[Finding]:
+    try:
+        yield _writable("cache", cache_dir(), "tune has nowhere to keep kernels: AUTOFLASH_CACHE")
+    except AutoflashError as error:
+        yield Finding("cache", "none", str(error))
+    try:
+        database = default_path()
+        state = f"{database}" if database.is_file() else f"{database}, made by the first tune"
+        folder = next(parent for parent in database.parents if parent.is_dir())
+        place = database if database.is_file() else folder
+        without = "" if os.access(place, os.W_OK) else "cannot be written: give tune a --db"
+        yield Finding("database", state, without)
+    except AutoflashError as error:
+        yield Finding("database", "none", str(error))
+    templates = templates_dir()
+    without = "" if templates.is_dir() else "no kernel can be rendered: the installation is broken"
+    yield Finding("templates", str(templates), without)
+    winners = sorted(path.stem for path in (tunedb_dir() / "winners").glob("*.jsonl"))
+    without = "" if winners else "export needs a database of your own"
+    yield Finding("shipped winners", ", ".join(winners) or "none", without)
+
+
+def _writable(name: str, folder: Path, without: str) -> Finding:
+    return Finding(name, str(folder), "" if os.access(folder, os.W_OK) else without)
+
+
+def _too_old(name: str, version: str) -> str:
+    """What to say of a version older than the oldest that is supported."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    oldest = ".".join(map(str, OLDEST[name]))
+    return f"{name} {oldest} or newer is needed" if numbers < OLDEST[name] else ""
