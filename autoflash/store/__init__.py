@@ -1,0 +1,18 @@
+"""The database: what was tried, what was decided, and the winners shipped with autoflash."""
+
+from autoflash.store.paths import default_path, tunedb_dir
+from autoflash.store.skipping import StoreWarning
+from autoflash.store.store import Store, load_winners, overlaid_winners, shipped_winners
+from autoflash.store.winners import dump_winners, read_winners
+
+__all__ = [
+    "Store",
+    "StoreWarning",
+    "default_path",
+    "dump_winners",
+    "load_winners",
+    "overlaid_winners",
+    "read_winners",
+    "shipped_winners",
+    "tunedb_dir",
+]

@@ -1,0 +1,141 @@
+"""Connections to a database file: writable and migrated, or read-only; every refusal one line."""
+
+import os
+import sqlite3
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from sqlite_utils import Database
+
+from autoflash.errors import StoreError
+from autoflash.store.schema import MIGRATIONS, known_migrations
+from autoflash.store.skipping import StoreWarning
+
+BUSY_SECONDS = 60.0
+
+Result = TypeVar("Result")
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """A connection to the database at `path`, made and migrated as needed.
+
+    Raises StoreError for a file or folder that cannot be written, and for a file that is no
+    database, is another program's, or was written by a newer autoflash.
+    """
+    _refuse_folder(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot make its folder: {error.strerror}") from None
+    with told(path):
+        conn = sqlite3.connect(path.absolute(), timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            conn.execute("PRAGMA foreign_keys=ON")
+            _when_free(lambda: _refuse_stranger(conn, path))
+            # WAL needs no sync at each commit to survive a killed process
+            conn.execute("PRAGMA synchronous=NORMAL")
+            # this pragma ignores the busy timeout
+            _when_free(lambda: conn.execute("PRAGMA journal_mode=WAL").fetchall())
+            with transaction(conn):  # also finds out whether the file can be written at all
+                _refuse_stranger(conn, path)
+                MIGRATIONS.apply(Database(conn, execute_plugins=False))
+        except BaseException:
+            conn.close()
+            raise
+    return conn
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """A read-only connection to the database at `path`. Raises StoreError as the writable one."""
+    _refuse_folder(path)
+    if not path.is_file():
+        raise StoreError(f"{path}: there is no such database")
+    wal = path.with_name(path.name + "-wal")
+    # reading a WAL database needs a -shm file beside it, or the word that nobody writes
+    immutable = not os.access(path.parent, os.W_OK)
+    if immutable and wal.is_file() and wal.stat().st_size:
+        warnings.warn(
+            f"{path}: its folder cannot be written, so what is still in {wal.name} is not seen",
+            StoreWarning,
+            stacklevel=3,
+        )
+    with told(path):
+        conn = sqlite3.connect(
+            readonly_uri(path, immutable), uri=True, timeout=BUSY_SECONDS, isolation_level=None
+        )
+        try:
+            _when_free(lambda: _refuse_stranger(conn, path))
+            if MIGRATIONS.pending(Database(conn, execute_plugins=False)):
+                raise StoreError(
+                    f"{path}: made by an older autoflash, or empty: `autoflash db load` mends it"
+                )
+        except BaseException:
+            conn.close()
+            raise
+    return conn
+
+
+def readonly_uri(path: Path, immutable: bool) -> str:
+    """The URI that opens `path` read-only; `immutable` where no file can be made beside it."""
+    return path.absolute().as_uri() + "?mode=ro" + ("&immutable=1" if immutable else "")
+
+
+@contextmanager
+def transaction(conn: sqlite3.Connection) -> Iterator[None]:
+    """The one way to write: the lock is taken at the start, where waiting for it works.
+
+    A deferred transaction that reads, then writes, fails at once while another one writes.
+    """
+    conn.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        conn.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.OperationalError):  # a full disk has rolled it back already
+            conn.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """What sqlite says of the file at `path`, as a StoreError; our own mistakes pass as such."""
+    try:
+        yield
+    except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+        raise
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"{path}: {error}") from None
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise StoreError(f"{path}: is a folder, not a database")
+
+
+def _refuse_stranger(conn: sqlite3.Connection, path: Path) -> None:
+    """Raises StoreError if this is another program's database or a newer autoflash's."""
+    db = Database(conn, execute_plugins=False)
+    applied = {migration.name for migration in MIGRATIONS.applied(db)}
+    newer = sorted(applied - known_migrations())
+    if newer:
+        raise StoreError(f"{path}: written by a newer autoflash, which knows {newer[0]}")
+    if not applied and db.table_names():
+        raise StoreError(f"{path}: is a database, but not one of autoflash")
+
+
+def _when_free(step: Callable[[], Result]) -> Result:
+    """What `step` gives, tried again for as long as others hold the file."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            return step()
+        except sqlite3.OperationalError as error:
+            # the low byte is the kind of error, the rest its detail
+            busy = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not busy or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
