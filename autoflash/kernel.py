@@ -110,6 +110,7 @@ def plan_of(
 def compile_candidate(problem: Problem, config: Config, gpu: Gpu) -> Resources:
     """Compile the config's kernels as the problem would launch them on `gpu`, without a GPU.
 
+    Both with `lse` and without, which are different kernels; the resources are those without.
     What is compiled lies in triton's cache afterwards, where a launch of the same plan finds it.
     Changes triton's active driver: for processes that only compile. Raises CompileError.
     """
@@ -118,26 +119,26 @@ def compile_candidate(problem: Problem, config: Config, gpu: Gpu) -> Resources:
     module = load(rendered)
     inputs = make_inputs(problem, device="meta", poison=False)
     out, lse = new_outputs(inputs)
-    workspace_bytes = 0
-
-    plan = plan_of(module, inputs, out, lse, gpu, config)
-    for _, _, arguments, _ in plan:
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-        workspace_bytes += sum(_bytes(t) for t in tensors if not _belongs(t, inputs, out, lse))
-    try:
-        kernels = compile_plan(plan)
-    except CompilationError as error:
-        raise CompileError(_located(error, rendered)) from error
-    except Exception as error:  # the compiler raises RuntimeError, MLIR and ptxas errors alike
-        raise CompileError(f"{type(error).__name__}: {error}") from error
+    _compiled(plan_of(module, inputs, out, lse, gpu, config), rendered)
+    plan = plan_of(module, inputs, out, None, gpu, config)
+    kernels = _compiled(plan, rendered)
     reports = [_resources(kernel, gpu) for kernel in kernels]
     return Resources(
         registers=max(registers for registers, _ in reports),
         spill_bytes=max(spills for _, spills in reports),
         smem_bytes=max(kernel.metadata.shared for kernel in kernels),
         launches_per_call=len(kernels),
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=_workspace_bytes(plan, inputs, out),
     )
+
+
+def _compiled(plan: list[Launch], rendered: Rendered) -> list[Any]:
+    try:
+        return compile_plan(plan)
+    except CompilationError as error:
+        raise CompileError(_located(error, rendered)) from error
+    except Exception as error:  # the compiler raises RuntimeError, MLIR and ptxas errors alike
+        raise CompileError(f"{type(error).__name__}: {error}") from error
 
 
 class _CompileOnlyDriver:
@@ -162,15 +163,17 @@ class _CompileOnlyDriver:
         return torch.device("meta")
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _belongs(
-    tensor: torch.Tensor, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None
-) -> bool:
-    own = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens, inputs.block_table, out, lse)
-    return any(tensor is mine for mine in own)
+def _workspace_bytes(plan: list[Launch], inputs: Inputs, out: torch.Tensor) -> int:
+    """Bytes of the plan's tensor arguments that are neither inputs nor outputs, each once."""
+    own = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens, inputs.block_table, out)
+    known = {id(tensor) for tensor in own}
+    scratch = {
+        id(argument): argument.numel() * argument.element_size()
+        for _, _, arguments, _ in plan
+        for argument in arguments
+        if isinstance(argument, torch.Tensor) and id(argument) not in known
+    }
+    return sum(scratch.values())
 
 
 def _located(error: CompilationError, rendered: Rendered) -> str:
