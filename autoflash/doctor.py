@@ -11,8 +11,10 @@ from pathlib import Path
 from autoflash import __version__, gpu
 from autoflash.errors import AutoflashError
 from autoflash.kernel import cache_dir
+from autoflash.records import Clocks
 from autoflash.render import templates_dir
-from autoflash.store.paths import default_path, tunedb_dir
+from autoflash.store import default_path, tunedb_dir
+from autoflash.telemetry import Telemetry
 from autoflash.toolchain import detect_toolchain
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
@@ -39,6 +41,7 @@ def _software() -> Iterator[Finding]:
     build = f"CUDA or HIP {toolchain.cuda}" if toolchain.cuda else "CPU build"
     yield Finding("torch", f"{toolchain.torch}, {build}", _too_old("torch", toolchain.torch))
     yield Finding("triton", toolchain.triton, _too_old("triton", toolchain.triton))
+    yield Finding("driver", toolchain.driver or "none")
     without = "kernels cannot be compiled for NVIDIA GPUs; it comes with triton's own package"
     yield Finding("ptxas", toolchain.ptxas or "none", "" if toolchain.ptxas else without)
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))), "")
@@ -64,34 +67,25 @@ def _gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         found = gpu.detect(index)
         parts = [found.name, found.arch, f"{found.num_sms} SMs", f"{found.memory_gib} GiB"]
+        parts.append(f"power limit {found.power_limit_w} W" if found.power_limit_w else "")
         unknown = "peak rates are not known: no roofline" if not found.dram_gbps else ""
-        yield Finding(f"gpu {index}", ", ".join(parts), unknown)
+        yield Finding(f"gpu {index}", ", ".join(filter(None, parts)), unknown)
         yield _clocks(index)
 
 
 def _clocks(index: int) -> Finding:
-    """What NVML says of a GPU's clocks now."""
-    name = f"clocks {index}"
-    try:
-        import pynvml
-    except ImportError:
-        without = "trials record no clocks, temperature or power; pip install 'autoflash[gpu]'"
-        return Finding(name, "no nvidia-ml-py", without)
+    """What NVML says of the GPU now."""
     import torch
 
-    try:
-        pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(index).uuid
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-        watts = pynvml.nvmlDeviceGetPowerManagementLimit(handle) // 1000
-    except (pynvml.NVMLError, AttributeError) as error:
-        return Finding(name, f"NVML: {error}", "trials record no clocks, temperature or power")
-    state = f"SM {now} of {most} MHz, {celsius} C, power limit {watts} W, driver {driver}"
-    return Finding(name, state)
+    clocks = Telemetry(str(torch.cuda.get_device_properties(index).uuid)).clocks()
+    if clocks == Clocks():
+        without = "trials record no clocks, temperature or power; pip install 'autoflash[gpu]'"
+        return Finding(f"clocks {index}", "NVML does not say", without)
+    state = (
+        f"SM {clocks.sm_clock_mhz} MHz, memory {clocks.memory_clock_mhz} MHz, "
+        f"{clocks.power_w} W, {clocks.temperature_c} C"
+    )
+    return Finding(f"clocks {index}", state)
 
 
 def _places() -> Iterator[Finding]:

@@ -30,11 +30,11 @@ def render(
     ] = None,
 ) -> None:
     """Print a kernel's text, found by switches or by name."""
+    if (op is None) == (variant is None):
+        raise typer.BadParameter("give either --op with its switches or --variant")
     from autoflash.errors import AutoflashError
     from autoflash.render import render as rendered
 
-    if (op is None) == (variant is None):
-        raise typer.BadParameter("give either --op with its switches or --variant")
     text = rendered(_switched(op, causal, paged, family) if op else _named(variant or "")).text
     if output is None:
         sys.stdout.write(text)

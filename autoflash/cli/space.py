@@ -39,11 +39,11 @@ def space(
     as_json: AsJson = False,
 ) -> None:
     """List the candidates of a problem, or of a workload's."""
+    if (op is None) == (workload is None):
+        raise typer.BadParameter("give either a workload or --op with its fields")
     from autoflash.problem import Problem
     from autoflash.workload import load_workload
 
-    if (op is None) == (workload is None):
-        raise typer.BadParameter("give either a workload or --op with its fields")
     problems = [problem for problem, _ in load_workload(workload).problems] if workload else []
     if op:
         tokens = seqlen_q or (1 if op == "decode" else seqlen_k)
