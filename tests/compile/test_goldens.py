@@ -1,0 +1,92 @@
+"""Rendered kernels: reviewed as goldens, compiled for every target with every family's default."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autoflash.families import FAMILIES, serving
+from autoflash.gpu import KNOWN
+from autoflash.kernel import CompileError, compile_candidate
+from autoflash.problem import Problem, Variant
+from autoflash.render import render
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+
+# Every switch alone; pairs of switches are added here where they meet in one kernel.
+GOLDEN_VARIANTS = (
+    Variant("prefill", "prefill"),
+    Variant("prefill", "prefill", causal=True),
+    Variant("decode", "decode"),
+    Variant("decode", "decode", paged=True),
+)
+
+TARGETS = {gpu.arch: gpu for gpu in KNOWN.values() if gpu.name != "NVIDIA H100 80GB HBM3"}
+
+
+def problem_of(variant: Variant, **changes) -> Problem:
+    fields = {
+        "op": variant.op,
+        "dtype": "bf16",
+        "batch": 2,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "seqlen_q": 1 if variant.op == "decode" else 512,
+        "seqlen_k": 512,
+        "causal": variant.causal,
+        "page_size": 16 if variant.paged else 0,
+    }
+    return Problem(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("variant", GOLDEN_VARIANTS, ids=lambda variant: variant.name)
+def test_the_rendered_text_is_the_reviewed_one(variant):
+    """`make golden` rewrites the goldens; the diff is then reviewed as code."""
+    path = GOLDEN / f"{variant.name}.py"
+    if os.environ.get("AUTOFLASH_REWRITE_GOLDENS") == "1":
+        path.write_text(render(variant).text)
+    assert path.read_text() == render(variant).text
+
+
+def test_every_golden_is_of_a_listed_variant():
+    listed = {f"{variant.name}.py" for variant in GOLDEN_VARIANTS}
+    assert {path.name for path in GOLDEN.glob("*.py")} == listed
+
+
+def test_every_family_has_goldens():
+    assert {variant.family for variant in GOLDEN_VARIANTS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("variant", GOLDEN_VARIANTS, ids=lambda variant: variant.name)
+def test_the_default_config_compiles_and_fits_on_every_target(variant, arch):
+    gpu, problem = TARGETS[arch], problem_of(variant)
+    for family in serving(problem, gpu):
+        resources = compile_candidate(problem, family.default(problem, gpu), gpu)
+        assert 0 < resources.smem_bytes <= gpu.smem_per_block
+        assert 0 < resources.registers <= 512
+        assert resources.spill_bytes <= family.max_spills
+
+
+@pytest.mark.parametrize("variant", GOLDEN_VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize(("dtype", "head_dim"), [("fp32", 256), ("fp16", 256), ("bf16", 80)])
+def test_wide_types_and_odd_head_dims_fit_where_shared_memory_is_scarce(variant, dtype, head_dim):
+    gpu = TARGETS["sm_86"]
+    problem = problem_of(variant, dtype=dtype, head_dim=head_dim)
+    for family in serving(problem, gpu):
+        resources = compile_candidate(problem, family.default(problem, gpu), gpu)
+        assert resources.smem_bytes <= gpu.smem_per_block
+
+
+def test_a_compile_error_names_the_line_and_the_template_part(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOFLASH_CACHE", str(tmp_path))
+    problem, gpu = problem_of(GOLDEN_VARIANTS[0]), TARGETS["sm_90"]
+    rendered = render(GOLDEN_VARIANTS[0])
+    broken = rendered.text.replace("tl.math.exp2(m_i", "tl.math.no_such_function(m_i")
+    assert broken != rendered.text
+    line = 1 + next(i for i, text in enumerate(broken.splitlines()) if "no_such_function" in text)
+    wrong = type(rendered)(rendered.variant, broken, rendered.digest)
+    monkeypatch.setattr("autoflash.kernel.render", lambda variant: wrong)
+    with pytest.raises(CompileError, match=rf"\.py:{line} \(prefill/.*\.jinja\): .*no_such_func"):
+        compile_candidate(problem, FAMILIES["prefill"].default(problem, gpu), gpu)
