@@ -1,7 +1,6 @@
 """`autoflash query`: winners and trials, filtered, or the answer to a question in SQL."""
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from autoflash.cli.options import AsJson
 from autoflash.cli.table import print_rows_as_csv, print_rows_as_json, print_table
 
 if TYPE_CHECKING:
-    from autoflash.store import Store
+    from autoflash.store.reading import Row
 
 SHAPE = ("gpu", "op", "dtype", "num_heads", "num_kv_heads", "head_dim", "batch", "seqlen_q")
 WINNER_TABLE = (
@@ -78,24 +77,70 @@ def query(
         "status": status,
     }
     wanted = {column: value for column, value in wanted.items() if value is not None}
-    filtered = bool(wanted) or gpu is not None or paged is not None
-    if sql is not None and (filtered or trials):
+    if sql is not None and (wanted or trials or gpu is not None or paged is not None):
         raise typer.BadParameter("--sql takes no filters: it has its own WHERE")
     if status is not None and not trials:
         raise typer.BadParameter("--status needs --trials: a winner is always correct")
     if as_json and as_csv:
         raise typer.BadParameter("--json or --csv, not both")
-    with store_warnings_told():
-        names, rows = _answer(db, sql, trials, gpu) if sql is None else _ask(db, sql)
-        found = [row for row in rows if _matches(dict(zip(names, row)), wanted, gpu, paged)]
-    shown = found if limit is None else found[:limit]
-    if len(shown) < len(found):
-        notice(f"{len(shown)} of {len(found)} rows")
+    if sql is not None:
+        names, rows = _ask(db, sql)
+    else:
+        with store_warnings_told():
+            columns, found = _trials(db, gpu) if trials else _winners(db, gpu)
+            found = [row for row in found if _matches(row, wanted, gpu, paged)]
+        table = TRIAL_TABLE if trials else WINNER_TABLE
+        names = list(columns if as_json or as_csv else table)
+        rows = [tuple(row[name] for name in names) for row in found]
+    shown = rows[:limit]
+    if len(shown) < len(rows):
+        notice(f"{len(shown)} of {len(rows)} rows")
     if as_json:
         print_rows_as_json(names, shown)
     elif as_csv:
         print_rows_as_csv(names, shown)
-    elif not shown:
-        notice("no rows")
-    else:
+    elif shown:
         print_table(names, shown)
+    else:
+        notice("no rows")
+
+
+def _ask(db: Path | None, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+    from autoflash.store import Store
+    from autoflash.store.asking import ask
+
+    with store_warnings_told(), Store.open(db, readonly=True) as store:
+        return ask(store.conn, sql)
+
+
+def _trials(db: Path | None, gpu: str | None) -> "tuple[tuple[str, ...], list[Row]]":
+    from autoflash.store import Store
+    from autoflash.store.foreign import here
+    from autoflash.store.rows import TRIAL_COLUMNS, trial_rows
+
+    with Store.open(db, readonly=True) as store:
+        return TRIAL_COLUMNS, list(trial_rows(store, here(gpu)))
+
+
+def _winners(db: Path | None, gpu: str | None) -> "tuple[tuple[str, ...], list[Row]]":
+    from autoflash.store import Store, default_path
+    from autoflash.store.foreign import here
+    from autoflash.store.rows import WINNER_COLUMNS, winner_rows
+
+    if db is None and not default_path().exists():
+        notice(f"{default_path()} is not there yet: shipped winners only")
+        return WINNER_COLUMNS, list(winner_rows(None, here(gpu)))
+    with Store.open(db, readonly=True) as store:
+        return WINNER_COLUMNS, list(winner_rows(store, here(gpu)))
+
+
+def _matches(
+    row: "Row", wanted: Mapping[str, str | int], gpu: str | None, paged: bool | None
+) -> bool:
+    from autoflash.store.foreign import names
+
+    return (
+        all(row[column] == value for column, value in wanted.items())
+        and (gpu is None or names(gpu, row["gpu"]))
+        and (paged is None or (row["page_size"] > 0) == paged)
+    )

@@ -1,4 +1,4 @@
-"""What is read: trials and winners as records, and trials as rows for people."""
+"""What is read: trials and winners as records, those that cannot be are skipped."""
 
 import json
 import sqlite3
@@ -30,11 +30,6 @@ JOIN kernels ON kernels.id = trials.kernel_id
 """
 
 IDENTITY_COLUMNS = ("name", "arch", "num_sms", "memory_gib", "mig_profile")
-
-
-def trial_rows(conn: sqlite3.Connection) -> Iterator[Row]:
-    """Every trial as it stands, in the order they were made."""
-    return rows(conn, TRIALS_SQL + "ORDER BY trials.id")
 
 
 def trials_of(

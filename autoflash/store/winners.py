@@ -19,7 +19,6 @@ from autoflash.store.knobs import (
     timed_object,
     to_json,
 )
-from autoflash.store.overlay import overlay
 from autoflash.store.reading import one_of, winner_order
 from autoflash.store.skipping import readable
 from autoflash.toolchain import Toolchain
@@ -31,9 +30,8 @@ RECORDS = ("gpu", "toolchain", "problem", "winner", "default", "tied", "times")
 def dump_winners(winners: Iterable[Winner], folder: Path) -> list[Path]:
     """Writes `<folder>/<GPU>.jsonl`, one a GPU name, and gives their paths.
 
-    Rows already in such a file that speak of another problem or another GPU identity stay as they
-    are, and so does a measured row where only a predicted one would replace it.
-    Raises StoreError for a folder that cannot be written.
+    Rows already in such a file stay, unless a row of the same GPU identity, problem, toolchain and
+    source replaces them. Raises StoreError for a folder that cannot be written.
     """
     by_slug: dict[str, list[Winner]] = {}
     for winner in winners:
@@ -41,8 +39,9 @@ def dump_winners(winners: Iterable[Winner], folder: Path) -> list[Path]:
     paths = []
     for slug, own in sorted(by_slug.items()):
         path = folder / f"{slug}.jsonl"
-        kept = read_winners(path) if path.is_file() else []
-        _write(path, "".join(lines(overlay(own, kept))))
+        there = read_winners(path) if path.is_file() else []
+        rows = {_key(winner): winner for winner in [*there, *own]}
+        _write(path, "".join(lines(rows.values())))
         paths.append(path)
     return paths
 
@@ -69,6 +68,11 @@ def read_winners(path: Path) -> list[Winner]:
             except ValueError as error:
                 raise StoreError(f"{path}: line {number}: not JSON: {error}") from None
     return readable(found, _read_line, str(path))
+
+
+def _key(winner: Winner) -> tuple[Any, ...]:
+    decision = winner.decision
+    return (winner.gpu.identity, decision.problem, winner.toolchain, decision.source)
 
 
 def _write(path: Path, text: str) -> None:

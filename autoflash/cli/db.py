@@ -1,0 +1,87 @@
+"""`autoflash db`: where the database is, whether it is sound, and winners in and out as JSONL."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.options import AsJson
+from autoflash.cli.query import Database
+from autoflash.cli.table import print_rows_as_json, print_table
+
+app = typer.Typer(
+    help="The database itself: where it is, its schema, winners in and out, whether it is sound.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command("path")
+def path(db: Database = None) -> None:
+    """Print the path of the database that the other commands would use."""
+    from autoflash.store import default_path
+
+    print(db or default_path())
+
+
+@app.command("schema")
+def schema() -> None:
+    """Print the tables and views as SQL."""
+    from autoflash.store.schema import schema_sql
+
+    print(schema_sql(), end="")
+
+
+@app.command("dump")
+def dump(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")
+    ],
+    db: Database = None,
+) -> None:
+    """Write the winners to FOLDER, one file for each GPU name, one line for each winner.
+
+    Lines already there stay, unless a line for the same GPU, problem and versions replaces them.
+    """
+    from autoflash.store import Store, dump_winners
+
+    with store_warnings_told(), Store.open(db, readonly=True) as store:
+        written = dump_winners(store.winners(), output)
+    for file in written:
+        print(file)
+    if not written:
+        notice("the database holds no winners")
+
+
+@app.command("load")
+def load(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What `dump` wrote.")],
+    db: Database = None,
+) -> None:
+    """Add the winners of files to the database; those it has already are left alone."""
+    from autoflash.store import Store, load_winners
+
+    with store_warnings_told(), Store.open(db) as store:
+        for file in files:
+            print(f"{file}: {load_winners(store, file)} new winners")
+
+
+@app.command("check")
+def check(db: Database = None, as_json: AsJson = False) -> None:
+    """Say whether the database is sound, and what in it belongs to nothing."""
+    from autoflash.errors import StoreError
+    from autoflash.store import Store
+    from autoflash.store.checking import check as checked
+
+    with store_warnings_told(), Store.open(db, readonly=True) as store:
+        findings = checked(store)
+    names = ("name", "count", "bad", "detail")
+    rows = [(each.name, each.count, each.bad, each.detail) for each in findings]
+    if as_json:
+        print_rows_as_json(names, rows)
+    else:
+        print_table(("found", "rows", "what"), [(r[0], r[1], r[3]) for r in rows])
+    damaged = [each.name for each in findings if each.bad]
+    if damaged:
+        raise StoreError(f"{store.path}: {', '.join(damaged)}")
