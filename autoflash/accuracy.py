@@ -1,11 +1,12 @@
 """The error budget: how far a kernel may be from the fp64 reference, derived and never picked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from autoflash.inputs import Inputs
-from autoflash.reference import eager, reference
+from autoflash.reference import Row, eager, eager_rows, reference, reference_rows
 
 ALLOWED_RATIO = 2.0  # of the error of the independent eager computation
 LSE_UNIT = 2.0**-20
@@ -28,12 +29,22 @@ class Verdict:
 class Budget:
     """The reference of some inputs and the error the independent eager computation makes on them.
 
-    Made once for the inputs and asked for every candidate.
+    Made once for the inputs and asked for every candidate. With `rows` it is that of these rows
+    alone, and judges an `out` of (rows, head_dim_v) and an `lse` of (rows,).
     """
 
-    def __init__(self, inputs: Inputs, softmax_scale: float | None = None) -> None:
-        self.out, self.lse = reference(inputs, softmax_scale)
-        eager_out, eager_lse = eager(inputs, softmax_scale)
+    def __init__(
+        self,
+        inputs: Inputs,
+        softmax_scale: float | None = None,
+        rows: Sequence[Row] | None = None,
+    ) -> None:
+        if rows is None:
+            self.out, self.lse = reference(inputs, softmax_scale)
+            eager_out, eager_lse = eager(inputs, softmax_scale)
+        else:
+            self.out, self.lse = reference_rows(inputs, rows, softmax_scale)
+            eager_out, eager_lse = eager_rows(inputs, rows, softmax_scale)
         unit = torch.finfo(eager_out.dtype).eps / 2
         rms = self.out.pow(2).mean(dim=-1, keepdim=True).sqrt()
         self._empty = rms == 0

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import tempfile
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from autoflash.errors import AutoflashError
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
 from autoflash.inputs import Inputs, make_inputs
-from autoflash.problem import Problem
+from autoflash.problem import Problem, Variant
 from autoflash.records import Resources
 from autoflash.render import Rendered, render
 from autoflash.runtime.launch import Launch, compile_plan
@@ -114,31 +115,55 @@ def compile_candidate(problem: Problem, config: Config, gpu: Gpu) -> Resources:
     What is compiled lies in triton's cache afterwards, where a launch of the same plan finds it.
     Changes triton's active driver: for processes that only compile. Raises CompileError.
     """
-    triton.runtime.driver.set_active(_CompileOnlyDriver(gpu))
-    rendered = render(family_of(config.family).variant(problem))
-    module = load(rendered)
-    inputs = make_inputs(problem, device="meta", poison=False)
-    out, lse = new_outputs(inputs)
-    _compiled(plan_of(module, inputs, out, lse, gpu, config), rendered)
-    plan = plan_of(module, inputs, out, None, gpu, config)
-    kernels = _compiled(plan, rendered)
+    precompile(problem, config, gpu, with_lse=True)
+    kernels, workspace_bytes = _compiled(problem, config, gpu, with_lse=False, wide_rows=False)
     reports = [_resources(kernel, gpu) for kernel in kernels]
     return Resources(
         registers=max(registers for registers, _ in reports),
         spill_bytes=max(spills for _, spills in reports),
         smem_bytes=max(kernel.metadata.shared for kernel in kernels),
         launches_per_call=len(kernels),
-        workspace_bytes=_workspace_bytes(plan, inputs, out),
+        workspace_bytes=workspace_bytes,
     )
 
 
-def _compiled(plan: list[Launch], rendered: Rendered) -> list[Any]:
+def precompile(
+    problem: Problem, config: Config, gpu: Gpu, with_lse: bool, wide_rows: bool = False
+) -> None:
+    """The same for the cache alone: one of both, no resources, quick where it is there already.
+
+    `wide_rows` are strides of rows wider than head_dim, for which other kernels are compiled.
+    """
+    _compiled(problem, config, gpu, with_lse, wide_rows)
+
+
+def _compiled(
+    problem: Problem, config: Config, gpu: Gpu, with_lse: bool, wide_rows: bool
+) -> tuple[list[Any], int]:
+    """The compiled kernels of the problem's plan and the bytes of its workspaces."""
+    _compile_only(gpu)
+    rendered, module = _loaded(family_of(config.family).variant(problem))
+    inputs = make_inputs(problem, device="meta", poison=False, wide_rows=wide_rows)
+    out, lse = new_outputs(inputs)
+    plan = plan_of(module, inputs, out, lse if with_lse else None, gpu, config)
+    workspace_bytes = _workspace_bytes(plan, inputs, out, lse)
     try:
-        return compile_plan(plan)
+        return compile_plan(plan), workspace_bytes
     except CompilationError as error:
         raise CompileError(_located(error, rendered)) from error
     except Exception as error:  # the compiler raises RuntimeError, MLIR and ptxas errors alike
         raise CompileError(f"{type(error).__name__}: {error}") from error
+
+
+@cache
+def _loaded(variant: Variant) -> tuple[Rendered, ModuleType]:
+    rendered = render(variant)
+    return rendered, load(rendered)
+
+
+@lru_cache(maxsize=1)
+def _compile_only(gpu: Gpu) -> None:
+    triton.runtime.driver.set_active(_CompileOnlyDriver(gpu))
 
 
 class _CompileOnlyDriver:
@@ -163,9 +188,11 @@ class _CompileOnlyDriver:
         return torch.device("meta")
 
 
-def _workspace_bytes(plan: list[Launch], inputs: Inputs, out: torch.Tensor) -> int:
+def _workspace_bytes(
+    plan: list[Launch], inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
+) -> int:
     """Bytes of the plan's tensor arguments that are neither inputs nor outputs, each once."""
-    own = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens, inputs.block_table, out)
+    own = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens, inputs.block_table, out, lse)
     known = {id(tensor) for tensor in own}
     scratch = {
         id(argument): argument.numel() * argument.element_size()

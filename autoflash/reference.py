@@ -1,10 +1,14 @@
 """The eager specification of attention: what every kernel is compared with."""
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 
 from autoflash.inputs import TORCH_DTYPES, Inputs
 from autoflash.problem import Problem
 
+Row = tuple[int, int, int]  # sequence, query head, query
 ROWS_AT_ONCE = 2048  # bounds the fp64 score matrix of a long sequence
 
 
@@ -25,6 +29,25 @@ def eager(inputs: Inputs, softmax_scale: float | None = None) -> tuple[torch.Ten
     Its distance from `reference` is the yardstick of the error budget.
     """
     out, lse = _attention(inputs, softmax_scale, torch.float32, TORCH_DTYPES[inputs.problem.dtype])
+    return out.to(TORCH_DTYPES[inputs.problem.out_dtype]), lse
+
+
+def reference_rows(
+    inputs: Inputs, rows: Sequence[Row], softmax_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Single rows of `reference`: `out` (rows, head_dim_v) and `lse` (rows,).
+
+    A row is (sequence, query head, query). What a real size needs: no score matrix is made.
+    """
+    return _picked_rows(inputs, rows, softmax_scale, torch.float64, None)
+
+
+def eager_rows(
+    inputs: Inputs, rows: Sequence[Row], softmax_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Single rows of `eager`, likewise."""
+    dtype = TORCH_DTYPES[inputs.problem.dtype]
+    out, lse = _picked_rows(inputs, rows, softmax_scale, torch.float32, dtype)
     return out.to(TORCH_DTYPES[inputs.problem.out_dtype]), lse
 
 
@@ -56,6 +79,28 @@ def _attention(
         lses.append(torch.cat([lse for _, lse in chunks], dim=1))
     out, lse = torch.stack(outs), torch.stack(lses)  # (batch, num_heads, seqlen_q, head_dim_v)
     return (out.transpose(1, 2) if problem.layout == "bshd" else out), lse
+
+
+def _picked_rows(
+    inputs: Inputs,
+    rows: Sequence[Row],
+    softmax_scale: float | None,
+    compute: torch.dtype,
+    p_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = inputs.problem
+    outs, lses = [], []
+    for b, of_sequence in groupby(rows, key=lambda row: row[0]):
+        q, k, v = inputs.sequence(b)
+        for _, head, i in of_sequence:
+            kv_head = head // problem.group_size
+            one = (q[head : head + 1], k[kv_head : kv_head + 1], v[kv_head : kv_head + 1])
+            row = torch.tensor([i], device=q.device)
+            one_q, one_k, one_v = (t.to(compute) for t in one)
+            out, lse = _rows(problem, row, one_q, one_k, one_v, softmax_scale, p_dtype)
+            outs.append(out[0, 0])
+            lses.append(lse[0, 0])
+    return torch.stack(outs), torch.stack(lses)
 
 
 def _rows(

@@ -1,0 +1,181 @@
+"""Check: is a candidate right? On small problems made to catch it, and at the real size."""
+
+import random
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from types import ModuleType
+
+import torch
+
+from autoflash.accuracy import Budget, Verdict
+from autoflash.child import Failure
+from autoflash.config import Config
+from autoflash.families import family_of
+from autoflash.gpu import Gpu
+from autoflash.inputs import Inputs, make_inputs
+from autoflash.kernel import load, new_outputs, plan_of
+from autoflash.problem import Problem, Variant
+from autoflash.reference import Row
+from autoflash.render import render
+from autoflash.runtime.launch import Launch, run_plan
+
+NAN = float("nan")
+SAMPLED_ROWS = 64
+REPEATS = 3  # runs at the real size that must agree bit by bit
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small problem to check on; `lengths` are the valid tokens of each sequence (decode)."""
+
+    problem: Problem
+    lengths: tuple[int, ...] | None = None
+    wide_rows: bool = False
+
+    @property
+    def lengths_told(self) -> str:
+        keys = self.problem.seqlen_k if self.lengths is None else list(self.lengths)
+        return f"{self.problem.seqlen_q} and {keys}"
+
+    def inputs(self, seed: int, device: str) -> Inputs:
+        lengths = None if self.lengths is None else list(self.lengths)
+        return make_inputs(self.problem, seed, device, lengths, wide_rows=self.wide_rows)
+
+
+def cases_of(problem: Problem) -> tuple[Case, ...]:
+    """Small problems whose kernels and masks are those of `problem`.
+
+    Their lengths end inside a tile, differ between queries and keys, leave rows without a visible
+    key and, in decode, are 0 and 1 too; one case has strides of wider rows.
+    """
+    kv_heads = min(problem.num_kv_heads, 2)
+    small = replace(problem, num_heads=kv_heads * problem.group_size, num_kv_heads=kv_heads)
+    if problem.op == "prefill":
+        return (
+            Case(replace(small, batch=2, seqlen_q=385, seqlen_k=385)),
+            Case(replace(small, batch=1, seqlen_q=77, seqlen_k=300), wide_rows=True),
+            Case(replace(small, batch=1, seqlen_q=150, seqlen_k=90)),
+        )
+    return (
+        Case(replace(small, batch=6, seqlen_k=512), (0, 1, 37, 257, 300, 512)),
+        Case(replace(small, batch=2, seqlen_k=385), (385, 130), wide_rows=True),
+    )
+
+
+def plan_for(
+    inputs: Inputs,
+    config: Config,
+    gpu: Gpu,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace_fill: float | None = None,
+) -> list[Launch]:
+    """The launches of a config on these inputs."""
+    module = _module(family_of(config.family).variant(inputs.problem))
+    return plan_of(module, inputs, out, lse, gpu, config, workspace_fill=workspace_fill)
+
+
+class Checker:
+    """Runs candidates on one device, `cuda` or, in an interpreting process, `cpu`.
+
+    Subclasses plant other plans by overriding `plan`.
+    """
+
+    def __init__(self, device: str, gpu: Gpu) -> None:
+        self._device, self._gpu = device, gpu
+
+    def plan(
+        self,
+        inputs: Inputs,
+        config: Config,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        workspace_fill: float | None = None,
+    ) -> list[Launch]:
+        return plan_for(inputs, config, self._gpu, out, lse, workspace_fill)
+
+    def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
+        """The worst verdict over the small cases. Raises Failure when one is not right."""
+        verdicts = [self._check_case(case, config, seed) for case in cases_of(problem)]
+        return Verdict(
+            reason="",
+            max_ratio=max(verdict.max_ratio for verdict in verdicts),
+            rms_ratio=max(verdict.rms_ratio for verdict in verdicts),
+            lse_error=max(verdict.lse_error for verdict in verdicts),
+        )
+
+    def check_rows(self, inputs: Inputs, config: Config, seed: int) -> Verdict:
+        """The verdict on sampled rows of a real problem, after bit-equal repeats."""
+        out, lse = self.run(inputs, config)
+        for _ in range(REPEATS - 1):
+            _same_bits(out, self.run(inputs, config)[0], "two runs at the real size")
+        rows = sample_rows(inputs.problem, seed)
+        verdict = Budget(inputs, rows=rows).judge(*picked(inputs.problem, out, lse, rows))
+        return _right(verdict, "at the real size")
+
+    def run(
+        self, inputs: Inputs, config: Config, with_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`out` and `lse` of one launch; outputs and workspaces are full of NaN before it."""
+        out, lse = new_outputs(inputs)
+        run_plan(self.plan(inputs, config, out, lse if with_lse else None, NAN))
+        return out, lse if with_lse else None
+
+    def _check_case(self, case: Case, config: Config, seed: int) -> Verdict:
+        inputs = case.inputs(seed, self._device)
+        out, lse = self.run(inputs, config)
+        again, _ = self.run(inputs, config)
+        _same_bits(out, again, "two runs")
+        budget = _budget(case, seed, self._device)
+        verdict = _right(budget.judge(out, lse), f"with lengths {case.lengths_told}")
+        if not case.wide_rows:
+            # without lse another kernel is compiled, and that is the one which is timed
+            bare, _ = self.run(inputs, config, with_lse=False)
+            _right(budget.judge(bare, None), "without lse")
+        fresh = case.inputs(seed, self._device)
+        for name in ("q", "k", "v"):
+            _same_bits(getattr(inputs, name), getattr(fresh, name), f"{name} before and after")
+        return verdict
+
+
+@cache
+def _module(variant: Variant) -> ModuleType:
+    return load(render(variant))
+
+
+@lru_cache(maxsize=16)
+def _budget(case: Case, seed: int, device: str) -> Budget:
+    return Budget(case.inputs(seed, device))
+
+
+def sample_rows(problem: Problem, seed: int) -> list[Row]:
+    """Some (sequence, query head, query) of a problem, its first and its last among them."""
+    p = problem
+    drawn = random.Random(seed)
+    rows = {(0, 0, 0), (p.batch - 1, p.num_heads - 1, p.seqlen_q - 1)}
+    rows |= {
+        (drawn.randrange(p.batch), drawn.randrange(p.num_heads), drawn.randrange(p.seqlen_q))
+        for _ in range(SAMPLED_ROWS - len(rows))
+    }
+    return sorted(rows)
+
+
+def picked(
+    problem: Problem, out: torch.Tensor, lse: torch.Tensor | None, rows: list[Row]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rows of a result: `out` (rows, head_dim_v) and `lse` (rows,)."""
+    b, h, i = (torch.tensor(index, device=out.device) for index in zip(*rows, strict=True))
+    out_rows = out[b, i, h] if problem.layout == "bshd" else out[b, h, i]
+    return out_rows, None if lse is None else lse[b, h, i]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
+    bits = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    if not torch.equal(one.view(bits), other.view(bits)):
+        raise Failure("correctness", f"{what} differ")
+
+
+def _right(verdict: Verdict, where: str) -> Verdict:
+    if not verdict.correct:
+        raise Failure("correctness", f"{verdict.reason} {where}".strip())
+    return verdict
