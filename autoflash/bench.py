@@ -1,0 +1,104 @@
+"""Bench: the timing protocol. CUDA graphs of calls over rotating buffers; microseconds per call."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from autoflash.records import Clocks
+
+GRAPH_CALLS = 10  # a graph of fewer calls would time its own launch
+CACHE_MULTIPLE = 2  # rotating buffers together exceed the last-level cache this many times
+MOST_SETS = 512  # tiny problems: more buffers than this take longer to make than to time
+MEMORY_SHARE = 0.6  # of the free memory that the buffers of one problem may take
+SAMPLE_US = 400.0  # shorter samples are made of several replays
+LEAD_CYCLES = 100_000  # keeps the GPU busy while the host queues what is timed
+EAGER_GROUPS = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one candidate, each the mean of its calls. `dropped`: hopeless after one call."""
+
+    samples_us: tuple[float, ...]
+    clocks: Clocks
+    dropped: bool = False
+
+
+def sets_needed(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
+    """How many sets of buffers to rotate through, at least 2 where memory allows, else 1."""
+    cold = max(2, math.ceil(CACHE_MULTIPLE * l2_bytes / max(set_bytes, 1)) + 1)
+    fitting = int(MEMORY_SHARE * free_bytes / max(set_bytes, 1))
+    return max(1, min(cold, fitting, MOST_SETS))
+
+
+def calls_in_graph(call_us: float, sets: int, cap_us: float) -> int:
+    """Once through all sets and at least ten calls, unless that takes longer than the cap."""
+    return max(1, min(max(GRAPH_CALLS, sets), int(cap_us / max(call_us, 0.1))))
+
+
+def event_us(work: Callable[[], None]) -> float:
+    """GPU time of `work`, which the host queues behind a short delay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(LEAD_CYCLES)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+class CallGraph:
+    """A CUDA graph of `calls` calls: `call(i)` launches call i, on buffers of its choice."""
+
+    def __init__(self, call: Callable[[int], None], calls: int) -> None:
+        self.calls = calls
+        self._graph = torch.cuda.CUDAGraph()
+        # torch.cuda.graph() would collect garbage and empty the allocator's cache at every capture
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for i in range(calls):
+                    call(i)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def sample(self, replays: int = 1) -> float:
+        """Microseconds per call over some replays, one after another."""
+
+        def work() -> None:
+            for _ in range(replays):
+                self._graph.replay()
+
+        return event_us(work) / (replays * self.calls)
+
+
+def replays_for(call_us: float, calls: int) -> int:
+    """Replays that make a sample long enough to be told from noise."""
+    return max(1, min(20, math.ceil(SAMPLE_US / max(call_us * calls, 1.0))))
+
+
+def eager_samples(call: Callable[[int], None], calls: int) -> tuple[float, ...]:
+    """Wall-clock microseconds per call with the host's launches in it, in groups of calls."""
+    each = max(1, calls // EAGER_GROUPS)
+    samples = []
+    for group in range(EAGER_GROUPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(each):
+            call(group * each + i)
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) * 1e6 / each)
+    return tuple(samples)

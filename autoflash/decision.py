@@ -1,0 +1,140 @@
+"""Deciding: paired intervals, the tie set and the one deterministic choice among what was timed."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoflash.config import Config
+from autoflash.problem import Problem
+from autoflash.records import Decision, Resources, Trial
+
+TIE = 0.005  # what differs by more than this is no tie, however wide the interval
+CONFIDENCE = 0.95
+RESAMPLES = 1000
+FEWEST_ROUNDS = 3  # fewer paired rounds say nothing about their spread
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One time over another, minus one, with its 95 % interval; above zero is slower."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`margin` is the default's time over the winner's; `tied` does not hold the winner."""
+
+    winner: Config
+    margin: Interval
+    tied: tuple[Config, ...]
+
+
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    median, p20, p80 = np.quantile(np.asarray(samples, dtype=np.float64), (0.5, 0.2, 0.8))
+    return float(median), float(p20), float(p80)
+
+
+def paired_interval(slower: Sequence[float], faster: Sequence[float]) -> Interval:
+    """The median of `slower[i] / faster[i]` minus one, with its bootstrap interval over rounds.
+
+    Samples of one index were taken in the same round, so the clock's drift cancels. The
+    resampling is seeded: the same samples give the same interval.
+    """
+    ratios = np.asarray(slower, dtype=np.float64) / np.asarray(faster, dtype=np.float64)
+    value = float(np.median(ratios)) - 1
+    if len(ratios) < FEWEST_ROUNDS:
+        return Interval(value, -1.0, max(1.0, value))
+    drawn = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(np.median(ratios[drawn], axis=1), (tail, 1 - tail))
+    return Interval(value, float(low) - 1, float(high) - 1)
+
+
+def spread_interval(slower: Trial, faster: Trial) -> Interval:
+    """The same for trials that were not interleaved: each may lie anywhere from its p20 to p80."""
+    median, p20, p80 = (slower.median_us, slower.p20_us, slower.p80_us)
+    other, other_p20, other_p80 = (faster.median_us, faster.p20_us, faster.p80_us)
+    assert median and p20 and p80 and other and other_p20 and other_p80, "a trial without times"
+    return Interval(median / other - 1, p20 / other_p80 - 1, p80 / other_p20 - 1)
+
+
+def choose(
+    times: Mapping[Config, float],
+    interval: Callable[[Config, Config], Interval],
+    default: Config,
+    resources: Mapping[Config, Resources],
+) -> Choice:
+    """The winner among `times`: the default unless it is clearly beaten.
+
+    `interval(a, b)` is a's time over b's. Among those tied with the fastest and clearly faster
+    than the default the simplest is taken: fewer warps, fewer stages, less shared memory, then
+    config order. A default that is not in `times` failed, and the fastest are compared alone.
+    """
+    fastest = min(times, key=lambda config: (times[config], config))
+
+    def beats_default(config: Config) -> bool:
+        return default not in times or interval(default, config).low > 0
+
+    winner = default
+    if beats_default(fastest):
+        eligible = [c for c in times if c == fastest or _tied(interval(c, fastest))]
+        winner = min(
+            (c for c in eligible if beats_default(c)), key=lambda c: _simplicity(c, resources)
+        )
+    tied = tuple(sorted(c for c in times if c != winner and _tied(interval(c, winner))))
+    margin = interval(default, winner) if default in times else Interval(0.0, 0.0, 0.0)
+    return Choice(winner, margin, tied)
+
+
+def decision_of(
+    problem: Problem,
+    choice: Choice,
+    times: Mapping[Config, float],
+    default: Config,
+    kernel_digest: str,
+    also: Mapping[Config, float] | None = None,
+) -> Decision:
+    """The record of a choice; `also` are times of other shapes' finalists on this problem."""
+    everything = {**(also or {}), **times}
+    winner_us = times[choice.winner]
+    ordered = sorted(everything.items(), key=lambda item: (item[1], item[0]))
+    return Decision(
+        problem=problem,
+        kernel_digest=kernel_digest,
+        winner=choice.winner,
+        winner_us=winner_us,
+        default=default,
+        default_us=times.get(default, 0.0),
+        margin=choice.margin.value,
+        margin_low=choice.margin.low,
+        margin_high=choice.margin.high,
+        tied=choice.tied,
+        times=tuple(ordered),
+        regret=winner_us / min(times.values()) - 1,
+    )
+
+
+def overlapping(trials: Sequence[Trial], keep: int) -> list[Trial]:
+    """The fastest trials: those whose p20..p80 reaches the fastest one's, at least `keep`."""
+    ordered = sorted(trials, key=lambda trial: (trial.median_us, trial.config))
+    if not ordered:
+        return []
+    bar = statistics.median((ordered[0].p80_us or 0.0, ordered[0].median_us or 0.0)) * (1 + TIE)
+    near = [trial for trial in ordered if (trial.p20_us or 0.0) <= bar]
+    return ordered[: max(keep, len(near))]
+
+
+def _tied(interval: Interval) -> bool:
+    return interval.low <= 0 <= interval.high and abs(interval.value) <= TIE
+
+
+def _simplicity(config: Config, resources: Mapping[Config, Resources]) -> tuple[object, ...]:
+    knobs = config.as_dict()
+    smem = resources.get(config, Resources()).smem_bytes or 0
+    return (knobs.get("num_warps", 0), knobs.get("num_stages", 0), smem, config)

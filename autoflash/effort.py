@@ -1,0 +1,63 @@
+"""Effort: how much a search tries and how often it measures; TimeLimit: when it must end."""
+
+import time
+from dataclasses import dataclass
+
+from autoflash.errors import AutoflashError
+
+
+@dataclass(frozen=True)
+class Effort:
+    """`rungs` are the samples of each successive screening, the first for every candidate.
+
+    Every rung and every round is cut to `cap_us` of GPU time a candidate, at least one launch.
+    """
+
+    name: str
+    max_candidates: int
+    rungs: tuple[int, ...]
+    finalists: int
+    rounds: int
+    cross_rounds: int
+    cross_candidates: int
+    eager_calls: int = 100
+    cap_us: float = 100_000.0
+
+
+EFFORTS = {
+    effort.name: effort
+    for effort in (
+        Effort("quick", 24, (3,), 3, 7, 0, 0),
+        Effort("standard", 200, (5, 16), 6, 11, 3, 12),
+        Effort("max", 100_000, (5, 16, 64, 256), 10, 31, 7, 32),
+    )
+}
+
+
+def effort_of(name: str) -> Effort:
+    """The effort of this name. Raises AutoflashError naming the known ones."""
+    if name not in EFFORTS:
+        raise AutoflashError(f"no effort is called {name!r}; known are {', '.join(EFFORTS)}")
+    return EFFORTS[name]
+
+
+class TimeLimit:
+    """A hard end in wall-clock time; `None` seconds is no end."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.started = time.monotonic()
+        self._end = float("inf") if seconds is None else self.started + seconds
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        return self.left_s <= 0
+
+    def share(self, parts: float) -> "TimeLimit":
+        """A limit that ends after one of `parts` equal shares of what is left."""
+        limit = TimeLimit(None)
+        limit._end = min(self._end, limit.started + max(self.left_s, 0.0) / max(parts, 1.0))
+        return limit

@@ -1,0 +1,165 @@
+"""Trial on a GPU: one candidate at a time through check and timing, in the worker's process."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from autoflash.accuracy import Verdict
+from autoflash.bench import (
+    CallGraph,
+    Timing,
+    calls_in_graph,
+    eager_samples,
+    event_us,
+    replays_for,
+    sets_needed,
+)
+from autoflash.check import Checker
+from autoflash.child import Failure
+from autoflash.config import Config
+from autoflash.gpu import Gpu, detect
+from autoflash.inputs import Inputs, make_inputs, sequence_lengths
+from autoflash.kernel import new_outputs
+from autoflash.problem import Problem
+from autoflash.records import Clocks
+from autoflash.runtime.launch import run_plan
+from autoflash.telemetry import Telemetry
+from autoflash.toolchain import Toolchain, detect_toolchain
+
+DROP_SLACK_US = 100.0  # a lone call carries the host's launch, a few dozen microseconds
+
+
+class CudaDevice(Checker):
+    """The service of the worker process: see `worker.Device` for what each method promises."""
+
+    def __init__(self, index: int = 0) -> None:
+        torch.cuda.set_device(index)
+        super().__init__("cuda", detect(index))
+        uuid = torch.cuda.get_device_properties(index).uuid
+        self._telemetry = Telemetry(str(uuid))
+        self._problem: Problem | None = None
+        self._sets: list[tuple[Inputs, torch.Tensor]] = []
+        self._graphs: dict[Config, tuple[CallGraph, int]] = {}
+
+    def hello(self) -> tuple[Gpu, Toolchain]:
+        return self._gpu, detect_toolchain()
+
+    def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
+        with _failures():
+            return super().check(problem, config, seed)
+
+    def prepare(self, problem: Problem, seed: int) -> None:
+        self.release()
+        # every set has the lengths of the problem's own roofline
+        lengths = sequence_lengths(problem) if problem.op == "decode" else None
+        with _failures():
+            while not self._sets or len(self._sets) < self._sets_wanted():
+                number = seed * 1000 + len(self._sets)
+                inputs = make_inputs(problem, number, "cuda", lengths, poison=False)
+                self._sets.append((inputs, torch.empty_like(new_outputs(inputs)[0])))
+            torch.cuda.synchronize()
+        self._problem = problem
+
+    def release(self) -> None:
+        self._graphs.clear()
+        self._sets.clear()
+        self._problem = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def screen(self, config: Config, samples: int, cap_us: float, give_up_us: float) -> Timing:
+        with _failures():
+            self._call(config, 0)  # compiles or loads the kernels
+            call_us = event_us(lambda: self._call(config, 1))
+            if call_us > give_up_us + DROP_SLACK_US:
+                return Timing((call_us,), self._telemetry.clocks(), dropped=True)
+            graph = self._graph(config, call_us, cap_us)
+            if graph.calls > 1:
+                call_us = graph.sample()  # warms caches and clock, and measures without the host
+            affordable = int(cap_us / max(call_us * graph.calls, 1.0))
+            replays = replays_for(call_us, graph.calls)
+            taken = tuple(graph.sample(replays) for _ in range(max(1, min(samples, affordable))))
+            return Timing(taken, self._telemetry.clocks())
+
+    def check_full(self, config: Config, seed: int) -> Verdict:
+        with _failures():
+            return self.check_rows(self._sets[0][0], config, seed)
+
+    def arm(self, config: Config, cap_us: float) -> None:
+        with _failures():
+            self._call(config, 0)
+            call_us = event_us(lambda: self._call(config, 1))
+            graph = self._graph(config, call_us, cap_us)
+            self._graphs[config] = (graph, replays_for(graph.sample(), graph.calls))
+
+    def sample(self, config: Config) -> tuple[float, bool]:
+        with _failures():
+            graph, replays = self._graphs[config]
+            return graph.sample(replays), self._telemetry.braked()
+
+    def disarm(self) -> Clocks:
+        self._graphs.clear()
+        return self._telemetry.clocks()
+
+    def eager(self, config: Config, calls: int, cap_us: float) -> Timing:
+        with _failures():
+            self._call(config, 0)
+            call_us = event_us(lambda: self._call(config, 1))
+            affordable = max(1, int(cap_us / call_us))
+            taken = eager_samples(lambda i: self._call(config, i), min(calls, affordable))
+            return Timing(taken, self._telemetry.clocks())
+
+    def _sets_wanted(self) -> int:
+        inputs, out = self._sets[0]
+        tensors = (inputs.q, inputs.k, inputs.v, out)
+        set_bytes = sum(t.untyped_storage().nbytes() for t in tensors)
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return sets_needed(set_bytes, self._gpu.l2_bytes, free_bytes + set_bytes * len(self._sets))
+
+    def _call(self, config: Config, i: int) -> None:
+        inputs, out = self._sets[i % len(self._sets)]
+        run_plan(self.plan(inputs, config, out, None))
+
+    def _graph(self, config: Config, call_us: float, cap_us: float) -> CallGraph:
+        calls = calls_in_graph(call_us, len(self._sets), cap_us)
+        return CallGraph(lambda i: self._call(config, i), calls)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """What a candidate's compiling, launching or computing raises, as a Failure.
+
+    Whatever a planted or miscompiled kernel does arrives here as an exception of torch or triton;
+    a Failure is fatal when the device no longer answers afterwards.
+    """
+    try:
+        yield
+        torch.cuda.synchronize()  # an illegal access is told by the next call that waits
+    except Failure:
+        raise
+    except OutOfResources as error:
+        raise Failure("constraints", str(error)) from None
+    except (CompilationError, PTXASError) as error:
+        raise Failure("compile", f"{type(error).__name__}: {error}") from None
+    except torch.cuda.OutOfMemoryError as error:
+        gc.collect()
+        torch.cuda.empty_cache()
+        raise Failure("runtime", f"out of GPU memory: {str(error).splitlines()[0]}") from None
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        reason = f"{type(error).__name__}: {first_line}"
+        raise Failure("runtime", reason, fatal=not _answers()) from None
+
+
+def _answers() -> bool:
+    """Whether the device still works: an illegal access makes every later call fail."""
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").item()
+    except Exception:
+        return False
+    return True

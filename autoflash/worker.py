@@ -1,0 +1,158 @@
+"""Worker: the process that holds a GPU, seen from the parent, which never touches CUDA."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autoflash.accuracy import Verdict
+from autoflash.bench import Timing
+from autoflash.child import Child, Failure
+from autoflash.config import Config
+from autoflash.errors import DeviceError
+from autoflash.gpu import Gpu
+from autoflash.problem import Problem
+from autoflash.records import Clocks
+from autoflash.toolchain import Toolchain
+
+
+class Device(Protocol):
+    """What a worker process serves. Every method may raise Failure, for that candidate alone."""
+
+    def hello(self) -> tuple[Gpu, Toolchain]:
+        """Which GPU it is, and with what it works."""
+        ...
+
+    def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
+        """Errors on small problems of the same kernels; a wrong result is a Failure."""
+        ...
+
+    def prepare(self, problem: Problem, seed: int) -> None:
+        """Make the rotating buffers of this problem, in place of the last one's."""
+        ...
+
+    def screen(self, config: Config, samples: int, cap_us: float, give_up_us: float) -> Timing:
+        """Up to `samples` samples; one, and `dropped`, if a first call exceeds `give_up_us`."""
+        ...
+
+    def check_full(self, config: Config, seed: int) -> Verdict:
+        """Errors of sampled rows of the prepared problem, after bit-equal repeats."""
+        ...
+
+    def arm(self, config: Config, cap_us: float) -> None:
+        """Make the config ready to be sampled."""
+        ...
+
+    def sample(self, config: Config) -> tuple[float, bool]:
+        """Microseconds per call of an armed config; whether heat or power slowed the card."""
+        ...
+
+    def disarm(self) -> Clocks:
+        """Forget what was armed; the card's readings."""
+        ...
+
+    def eager(self, config: Config, calls: int, cap_us: float) -> Timing:
+        """Samples with the host's launches in them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds after which a process that does not answer is killed."""
+
+    compile_s: float = 60.0
+    check_s: float = 30.0
+    time_s: float = 30.0
+    prepare_s: float = 120.0
+
+
+class Worker:
+    """Calls of a Device in a process of its own, which is started again whenever it dies.
+
+    The new process gets the prepared problem and the armed configs of the old one. `limit_s`
+    says how many seconds are left to the whole search: no call waits longer.
+    """
+
+    def __init__(
+        self,
+        device: Callable[[], Device],
+        deadlines: Deadlines = Deadlines(),
+        limit_s: Callable[[], float] = lambda: float("inf"),
+    ) -> None:
+        self._child = Child(device)
+        self._deadlines, self._limit_s = deadlines, limit_s
+        self._prepared: tuple[Problem, int] | None = None
+        self._armed: dict[Config, float] = {}
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid
+
+    @property
+    def starts(self) -> int:
+        """How many processes there have been."""
+        return self._child.starts
+
+    def hello(self) -> tuple[Gpu, Toolchain]:
+        """Raises DeviceError when the process cannot be started."""
+        try:
+            return self._child.call("hello", deadline_s=self._deadlines.prepare_s)
+        except Failure as failure:
+            raise DeviceError(f"the GPU's worker cannot be started: {failure.reason}") from None
+
+    def prepare(self, problem: Problem, seed: int) -> None:
+        self._armed.clear()
+        self._prepared = None
+        self._attempt("prepare", problem, seed, deadline_s=self._deadlines.prepare_s)
+        self._prepared = (problem, seed)
+
+    def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
+        return self._attempt("check", problem, config, seed, deadline_s=self._deadlines.check_s)
+
+    def screen(self, config: Config, samples: int, cap_us: float, give_up_us: float) -> Timing:
+        arguments = (config, samples, cap_us, give_up_us)
+        return self._attempt("screen", *arguments, deadline_s=self._deadlines.time_s)
+
+    def check_full(self, config: Config, seed: int) -> Verdict:
+        return self._attempt("check_full", config, seed, deadline_s=self._deadlines.check_s)
+
+    def arm(self, config: Config, cap_us: float) -> None:
+        self._attempt("arm", config, cap_us, deadline_s=self._deadlines.time_s)
+        self._armed[config] = cap_us
+
+    def sample(self, config: Config) -> tuple[float, bool]:
+        cap_us = self._armed.pop(config)  # one that kills its process is not armed again
+        answer = self._attempt("sample", config, deadline_s=self._deadlines.time_s, arm=cap_us)
+        self._armed[config] = cap_us
+        return answer
+
+    def disarm(self) -> Clocks:
+        self._armed.clear()
+        return self._attempt("disarm", deadline_s=self._deadlines.time_s)
+
+    def eager(self, config: Config, calls: int, cap_us: float) -> Timing:
+        return self._attempt("eager", config, calls, cap_us, deadline_s=self._deadlines.time_s)
+
+    def close(self) -> None:
+        self._child.close()
+
+    def _attempt(
+        self, method: str, *arguments: Any, deadline_s: float, arm: float | None = None
+    ) -> Any:
+        if self._child.pid is None:
+            self._restore()
+            if arm is not None:
+                self._call("arm", arguments[0], arm, deadline_s=deadline_s)
+        return self._call(method, *arguments, deadline_s=deadline_s)
+
+    def _call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
+        return self._child.call(
+            method, *arguments, deadline_s=max(0.05, min(deadline_s, self._limit_s()))
+        )
+
+    def _restore(self) -> None:
+        """Bring a new process to where the dead one was."""
+        self.hello()
+        if self._prepared is not None:
+            self._call("prepare", *self._prepared, deadline_s=self._deadlines.prepare_s)
+        for config, cap_us in list(self._armed.items()):
+            self._call("arm", config, cap_us, deadline_s=self._deadlines.time_s)
