@@ -10,7 +10,10 @@ from typing import Annotated
 import typer
 
 from autoflash import __version__
+from autoflash.cli import db
 from autoflash.cli.doctor import doctor
+from autoflash.cli.export import export
+from autoflash.cli.query import query
 from autoflash.cli.render import render
 from autoflash.cli.schema import schema
 from autoflash.cli.space import space
@@ -23,8 +26,9 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-for command in (render, space, schema, doctor):
+for command in (export, query, render, space, schema, doctor):
     app.command()(command)
+app.add_typer(db.app, name="db")
 
 
 def _print_version(asked: bool) -> None:

@@ -21,7 +21,7 @@ LAYERS = (
     ("families",),
     ("render", "kernel"),
     ("accuracy", "telemetry", "bench"),
-    ("child", "check"),
+    ("child", "check", "pool", "trial", "worker"),
     ("store", "decision", "effort", "search"),
     ("portfolio", "single_file", "export", "doctor"),
     ("cli",),

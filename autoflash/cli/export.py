@@ -1,0 +1,90 @@
+"""`autoflash export`: the module that serves what was measured, from databases and for GPUs."""
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.options import AsJson
+from autoflash.cli.table import print_rows_as_json, print_table
+
+if TYPE_CHECKING:
+    from autoflash.records import Winner
+
+COLUMNS = ("gpu", "problem", "family", "knobs_json", "loses_percent", "source")
+
+
+def export(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="NAME.py", help="The module to write.")
+    ] = Path("attention_dispatch.py"),
+    db: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A database, again for others; yours without it."),
+    ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A GPU to keep, again for others; all without it."),
+    ] = None,
+    allow_predicted: Annotated[
+        bool, typer.Option("--allow-predicted", help="Also what was predicted, not measured.")
+    ] = False,
+    max_configs: Annotated[
+        int, typer.Option(min=1, help="At most so many configs for a variant on a GPU.")
+    ] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Write one Python module that serves what was measured.
+
+    Databases are laid over each other, the first on top, and over the winners shipped with
+    autoflash. The rows printed say which config serves each problem, and what it loses against
+    the problem's own winner.
+    """
+    from autoflash.export import export as exported
+    from autoflash.export import write_module
+
+    module = exported(
+        _winners(db or []),
+        gpus=gpu or (),
+        allow_predicted=allow_predicted,
+        most_configs=max_configs,
+    )
+    write_module(module.text, output)
+    for reason, count in Counter(reason for _, reason in module.left_out).most_common():
+        notice(f"{count} winners left out: {reason}")
+    configs = {(row.gpu, row.served.config) for row in module.rows}
+    notice(f"{output}: {len(module.rows)} problems served by {len(configs)} configs")
+    from autoflash.problem import title
+
+    rows = [
+        (
+            row.gpu.name,
+            title(row.served.problem),
+            row.served.config.family,
+            row.served.config.to_json(),
+            round(100 * row.served.regret, 2),
+            row.source,
+        )
+        for row in module.rows
+    ]
+    if as_json:
+        print_rows_as_json(COLUMNS, rows)
+    else:
+        print_table(COLUMNS, rows)
+
+
+def _winners(databases: list[Path]) -> list["Winner"]:
+    """The winners of the databases, or of the user's own if there is one, over the shipped ones."""
+    from autoflash.store import Store, default_path, shipped_winners
+    from autoflash.store.overlay import overlay
+
+    if not databases and default_path().is_file():
+        databases = [default_path()]
+    layers = []
+    with store_warnings_told():
+        for path in databases:
+            with Store.open(path, readonly=True) as store:
+                layers.append(store.winners())
+        return overlay(*layers, shipped_winners())
