@@ -1,1 +1,91 @@
 """The default knobs of each portable family: valid on every device the family supports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .problem import Problem
+from .validity import (
+    DECODE_GROUP_BATCH,
+    decode_block_d,
+    decode_block_m,
+    decode_refusal,
+    decode_smem_bytes,
+    prefill_refusal,
+)
+
+# (BLOCK_M, BLOCK_N, num_warps, num_stages, LOAD), best first: the first that is valid serves.
+# H200, 16k tokens: within a tenth of the best portable config at head_dim 64, 128 and 256.
+PREFILL_TENSOR_CORE_DEFAULTS = {
+    64: ((64, 128, 4, 2, "descriptor"), (64, 64, 4, 3, "pointer")),
+    128: ((64, 64, 4, 3, "descriptor"), (128, 64, 8, 2, "pointer")),
+    256: ((128, 64, 8, 2, "descriptor"), (128, 32, 8, 2, "pointer")),
+}
+PREFILL_FP32_DEFAULTS = {
+    64: ((64, 32, 4, 2, "pointer"),),
+    128: ((32, 32, 4, 2, "pointer"),),
+    256: ((32, 32, 8, 1, "pointer"),),
+}
+PREFILL_SMALLEST = ((64, 32, 4, 2, "pointer"), (64, 32, 4, 1, "pointer"), (16, 16, 4, 1, "pointer"))
+
+
+def prefill_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
+    """Knobs that prefill_refusal accepts wherever the problem is served."""
+    by_head_dim = PREFILL_FP32_DEFAULTS if problem.dtype == "fp32" else PREFILL_TENSOR_CORE_DEFAULTS
+    wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
+    choices: list[dict[str, int | str]] = [
+        dict(zip(names, values, strict=True), HEAD_GROUP_MIB=4)
+        for values in (*by_head_dim[wide], *PREFILL_SMALLEST)
+    ]
+    valid = (knobs for knobs in choices if prefill_refusal(problem, knobs, gpu) is None)
+    return next(valid, choices[-1])
+
+
+# (SWAP, BLOCK_N, num_warps, num_stages), best first: the first that is valid serves.
+# H200: the first is within 5 % of the best config on every decode shape that was measured.
+DECODE_DEFAULTS = (
+    (1, 64, 4, 3),
+    (1, 64, 4, 2),
+    (0, 64, 4, 3),
+    (0, 32, 4, 3),
+    (0, 32, 4, 2),
+    (0, 16, 4, 2),
+    (0, 16, 4, 1),
+)
+DECODE_WIDE_DEFAULTS = ((0, 64, 8, 2), (0, 32, 8, 2), (0, 16, 8, 2), (0, 16, 8, 1))
+DECODE_REGISTERS = {64: 128, 128: 168, 256: 255}  # per thread, by channels of a tile; as compiled
+
+
+def decode_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
+    """Knobs that decode_refusal accepts wherever the problem is served."""
+    balanced = problem.lengths == "ragged" and 1 < problem.batch <= DECODE_GROUP_BATCH
+    names = ("SWAP", "BLOCK_N", "num_warps", "num_stages")
+    wide = decode_block_m(problem) > 32 or problem.dtype == "fp32"
+    choices: list[dict[str, int | str]] = [
+        dict(
+            zip(names, values, strict=True),
+            SCHEDULE="group" if balanced else "split",
+            DEPENDENT_LAUNCH=int(gpu.capability >= 90),
+            COMBINE_WARPS=4,
+        )
+        for values in (DECODE_WIDE_DEFAULTS if wide else DECODE_DEFAULTS)
+    ]
+    valid = (knobs for knobs in choices if decode_refusal(problem, knobs, gpu) is None)
+    knobs = next(valid, choices[-1])
+    return {**knobs, "PROGRAMS_PER_SM": decode_programs_per_sm(problem, knobs, gpu)}
+
+
+def decode_programs_per_sm(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
+    """Programs that an SM holds at once, at most 8."""
+    threads = int(knobs["num_warps"]) * (32 if gpu.vendor == "nvidia" else 64)
+    registers = DECODE_REGISTERS[max(64, decode_block_d(problem))]
+    reserved = 1024  # bytes of shared memory the driver keeps for each program
+    fits = min(
+        gpu.smem_per_sm // (decode_smem_bytes(problem, knobs, gpu) + reserved),
+        gpu.registers_per_sm // (registers * threads),
+        gpu.threads_per_sm // threads,
+        8,
+    )
+    return max(1, fits)

@@ -2,3 +2,131 @@
 
 Asked by the families while tuning and again by the exported module for neighbouring shapes.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .problem import Problem
+
+
+def prefill_unsupported(problem: Problem, gpu: Any) -> str | None:
+    """Why the portable prefill kernels cannot serve the problem on the GPU, or None."""
+    p = problem
+    if p.op != "prefill":
+        return f"serves prefill, not {p.op}"
+    if p.paged:
+        return "keys in pages are not served"
+    if p.lengths != "equal":
+        return "sequences of different lengths are not served"
+    if p.head_dim_v != p.head_dim:
+        return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
+    if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:
+        return f"kv_dtype {p.kv_dtype} and out_dtype {p.out_dtype} are not both dtype {p.dtype}"
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        return f"{gpu.arch} is older than sm_80"  # bf16 and asynchronous copies begin there
+    return None
+
+
+def prefill_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str | None:
+    """Why these knobs cannot serve the problem on the GPU, or None."""
+    reason = prefill_unsupported(problem, gpu)
+    if reason:
+        return reason
+    if knobs["LOAD"] == "descriptor" and gpu.capability < 90:
+        return f"tensor descriptors need sm_90, this is {gpu.arch}"
+    smem_bytes = prefill_smem_bytes(problem, knobs, gpu)
+    if smem_bytes > gpu.smem_per_block:
+        return (
+            f"{smem_bytes} bytes of shared memory, a block of {gpu.arch} has {gpu.smem_per_block}"
+        )
+    return None
+
+
+def prefill_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
+    """A bound of the shared memory that a program takes: never less than what is compiled."""
+    block_d = 1 << (problem.head_dim - 1).bit_length()
+    block_m, block_n, stages = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["num_stages"]
+    q_tile = block_m * block_d * problem.dtype_bytes
+    kv_tiles = 2 * block_n * block_d * problem.dtype_bytes
+    p_tile = block_m * block_n * problem.dtype_bytes
+    barriers = 1024
+    return q_tile + stages * kv_tiles + p_tile + barriers
+
+
+DECODE_GROUP_BATCH = 1024  # sequences whose lengths a program of the group schedule adds up
+
+
+def decode_unsupported(problem: Problem, gpu: Any) -> str | None:
+    """Why the portable decode kernels cannot serve the problem on the GPU, or None."""
+    p = problem
+    if p.op != "decode":
+        return f"serves decode, not {p.op}"
+    if p.seqlen_q > 1:
+        return f"seqlen_q {p.seqlen_q} is not served yet, 1 is"
+    if p.head_dim_v != p.head_dim:
+        return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
+    if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:
+        return f"kv_dtype {p.kv_dtype} and out_dtype {p.out_dtype} are not both dtype {p.dtype}"
+    if p.batch_invariant:
+        return "batch_invariant is not served yet: the number of splits depends on the batch"
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        return f"{gpu.arch} is older than sm_80"  # bf16 and asynchronous copies begin there
+    return None
+
+
+def decode_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str | None:
+    """Why these knobs cannot serve the problem on the GPU, or None."""
+    reason = decode_unsupported(problem, gpu)
+    if reason:
+        return reason
+    if knobs["SCHEDULE"] == "group" and problem.batch > DECODE_GROUP_BATCH:
+        return f"the group schedule adds up at most {DECODE_GROUP_BATCH} lengths"
+    if knobs["DEPENDENT_LAUNCH"] and gpu.capability < 90:
+        return f"dependent launch needs sm_90, this is {gpu.arch}"
+    if knobs["SWAP"]:
+        if gpu.capability != 90:
+            return f"the swapped product is made for sm_90, this is {gpu.arch}"
+        if problem.dtype == "fp32":
+            return "the swapped product is made for 16-bit inputs"
+        if knobs["BLOCK_N"] < 64 or decode_block_d(problem) < 64 or knobs["num_warps"] != 4:
+            return "the swapped product needs 64 keys, 64 channels and 4 warps"
+    smem_bytes = decode_smem_bytes(problem, knobs, gpu)
+    if smem_bytes > gpu.smem_per_block:
+        return (
+            f"{smem_bytes} bytes of shared memory, a block of {gpu.arch} has {gpu.smem_per_block}"
+        )
+    return None
+
+
+def decode_block_d(problem: Problem) -> int:
+    """Channels of a tile, as plan() of the rendered text pads them."""
+    return 1 << (problem.head_dim - 1).bit_length()
+
+
+def decode_block_m(problem: Problem) -> int:
+    """Query heads of a tile, as plan() of the rendered text pads them."""
+    group = 1 << (problem.group_size - 1).bit_length()
+    return max(16, min(group, 128, 8192 // decode_block_d(problem)))
+
+
+def decode_ring_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
+    """Shared memory of the tiles of K and V that are in flight.
+
+    A product of sm_90's warp groups reads its tile from shared memory, others from registers: their
+    last stage takes no room in the ring.
+    """
+    wide_rows = decode_block_m(problem) >= 64 and knobs["num_warps"] >= 4
+    warp_group = gpu.capability >= 90 and (knobs["SWAP"] or wide_rows)
+    stages = knobs["num_stages"] - (0 if warp_group else 1)
+    tile = knobs["BLOCK_N"] * decode_block_d(problem) * problem.kv_dtype_bytes
+    return 2 * tile * max(1, stages)
+
+
+def decode_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
+    """A bound of the shared memory that a program takes: never less than what is compiled."""
+    block_m, block_d = decode_block_m(problem), decode_block_d(problem)
+    q_and_p = block_m * (block_d + knobs["BLOCK_N"]) * problem.dtype_bytes
+    result = 4 * block_m * block_d  # fp32 rows change hands between threads to be stored
+    return max(decode_ring_bytes(problem, knobs, gpu) + q_and_p, result) + 1024

@@ -1,0 +1,110 @@
+"""The portable prefill family: tiled attention in Triton, loaded by pointers or descriptors."""
+
+from autoflash.config import Config, Knob
+from autoflash.families.family import Family
+from autoflash.gpu import MIB, Gpu
+from autoflash.problem import Problem, Variant
+from autoflash.runtime.defaults import prefill_default
+from autoflash.runtime.validity import prefill_refusal, prefill_unsupported
+
+PARTS = (
+    "triton_header.py.jinja",
+    "prefill/tiles.py.jinja",
+    "prefill/kernel.py.jinja",
+    "prefill/plan.py.jinja",
+)
+
+HEAD_GROUP_MIB = Knob("HEAD_GROUP_MIB", (4, 24, 1))
+KNOBS = (
+    Knob("BLOCK_M", (64, 128, 32, 16)),
+    Knob("BLOCK_N", (64, 128, 32, 16)),
+    Knob("LOAD", ("descriptor", "pointer")),
+    HEAD_GROUP_MIB,
+    Knob("num_warps", (4, 8)),
+    Knob("num_stages", (2, 3, 4, 1)),
+)
+
+USUAL_TILE = 64
+WARP_SIZE = {"nvidia": 32, "amd": 64}
+MAX_LIVE_VALUES = (
+    128  # fp32; half of a thread's 255 registers, operands and addresses want the rest
+)
+
+
+def variant(problem: Problem) -> Variant:
+    return Variant(family="prefill", op="prefill", causal=problem.causal)
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    return Config.of("prefill", prefill_default(problem, gpu))
+
+
+def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why the config is wrong for the problem, or has no chance to be fast; None for a candidate.
+
+    The default is always a candidate: it is what the others must beat.
+    """
+    wrong = prefill_refusal(problem, config.as_dict(), gpu)
+    if wrong or config == default(problem, gpu):
+        return wrong
+    return _hopeless(problem, config, gpu)
+
+
+def heads_per_group(problem: Problem, head_group_mib: int) -> int:
+    """The query heads that run side by side, as the template's plan() counts them."""
+    kv_bytes = 2 * problem.seqlen_k * problem.head_dim * problem.kv_dtype_bytes
+    kv_heads = max(1, head_group_mib * MIB // max(1, kv_bytes))
+    return min(problem.batch * problem.num_heads, kv_heads * problem.group_size)
+
+
+def _hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why the config cannot be fast, or None. A neighbouring shape is not held to it."""
+    return _tile_hopeless(problem, config, gpu) or _schedule_hopeless(problem, config, gpu)
+
+
+def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    tensor_cores = problem.dtype != "fp32"
+    block_m, block_n, num_warps = (int(config[n]) for n in ("BLOCK_M", "BLOCK_N", "num_warps"))
+    block_d = 1 << (problem.head_dim - 1).bit_length()
+    if tensor_cores and block_m < USUAL_TILE:
+        return f"BLOCK_M {block_m} starves the tensor cores"
+    # a tensor-core product of one warp has 16 rows
+    if tensor_cores and block_m < 16 * num_warps:
+        return f"{num_warps} warps have no 16 rows each in BLOCK_M {block_m}"
+    live = block_m * (block_d + block_n) // (num_warps * WARP_SIZE[gpu.vendor])
+    if live > MAX_LIVE_VALUES:
+        return f"a thread holds {live} values of acc and qk, more than {MAX_LIVE_VALUES}"
+    for name, block, seqlen in (
+        ("BLOCK_M", block_m, problem.seqlen_q),
+        ("BLOCK_N", block_n, problem.seqlen_k),
+    ):
+        if block // 2 >= max(seqlen, USUAL_TILE):
+            return f"half of {name} {block} lies past the {seqlen} tokens"
+    # 32 columns are slow there, and triton miscompiled such products (issues 10573, 11366)
+    if tensor_cores and gpu.capability >= 90 and block_n < USUAL_TILE and block_d < 256:
+        return f"BLOCK_N {block_n} is too narrow for the products of {gpu.arch}"
+    return None
+
+
+def _schedule_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    two_stages = config.as_dict() | {"num_stages": 2}
+    if config["num_stages"] == 1 and prefill_refusal(problem, two_stages, gpu) is None:
+        return "one stage overlaps no load, and two fit"
+    mib = int(config["HEAD_GROUP_MIB"])
+    grouped = heads_per_group(problem, mib)
+    for other in HEAD_GROUP_MIB.values[: HEAD_GROUP_MIB.values.index(mib)]:
+        if heads_per_group(problem, int(other)) == grouped:
+            return f"groups of {grouped} heads, as with HEAD_GROUP_MIB {other}"
+    return None
+
+
+FAMILY = Family(
+    name="prefill",
+    op="prefill",
+    parts=PARTS,
+    knobs=KNOBS,
+    variant=variant,
+    unsupported=prefill_unsupported,
+    refusal=refusal,
+    default=default,
+)
