@@ -9,7 +9,7 @@ from typing import Any
 
 from autoflash import __version__
 from autoflash.errors import ExportError
-from autoflash.families import FAMILIES
+from autoflash.families import FAMILIES, why_refused
 from autoflash.gpu import Gpu
 from autoflash.portfolio import Measured, Served, choose_portfolio
 from autoflash.problem import Problem, Variant
@@ -77,11 +77,10 @@ def write_module(text: str, path: Path) -> None:
     """Write the module whole or not at all. Raises ExportError."""
     if path.suffix != ".py":
         raise ExportError(f"{path}: the module's name must end in .py")
+    bytes_ = text.encode("ascii")
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="ascii"
-        ) as written:
-            written.write(text)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as written:
+            written.write(bytes_)
         Path(written.name).chmod(0o644)
         Path(written.name).replace(path)
     except OSError as error:
@@ -94,13 +93,11 @@ def _reason_to_leave_out(winner: Winner, gpus: Sequence[str], allow_predicted: b
         return "of a GPU that was not asked for"
     if decision.source == "predicted" and not allow_predicted:
         return "predicted, not measured (--allow-predicted exports such rows)"
-    family = FAMILIES.get(decision.winner.family)
-    if family is None:
-        return f"of a family this version does not have: {decision.winner.family}"
-    reason = family.refusal(decision.problem, decision.winner, winner.gpu)
+    reason = why_refused(decision.problem, decision.winner, winner.gpu)
     if reason:
         return f"the config is not valid: {reason}"
-    if render(family.variant(decision.problem)).digest != decision.kernel_digest:
+    variant = FAMILIES[decision.winner.family].variant(decision.problem)
+    if render(variant).digest != decision.kernel_digest:
         return "stale: the kernel's text has changed since it was measured"
     return None
 
@@ -127,8 +124,7 @@ def _measured(winner: Winner) -> Measured:
     times = {
         config: us
         for config, us in decision.times
-        if config.family in FAMILIES
-        and not FAMILIES[config.family].refusal(decision.problem, config, winner.gpu)
+        if why_refused(decision.problem, config, winner.gpu) is None
     }
     times[decision.winner] = decision.winner_us
     return Measured(decision.problem, decision.winner, times, winner.weight)

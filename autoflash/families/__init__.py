@@ -1,12 +1,13 @@
 """The kernel families: what each serves, its knobs, its predicate, its default config."""
 
+from autoflash.config import Config
 from autoflash.errors import UnsupportedError
 from autoflash.families import decode, prefill
 from autoflash.families.family import Family, space
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
 
-__all__ = ["FAMILIES", "Family", "family_of", "serving", "space"]
+__all__ = ["FAMILIES", "Family", "family_of", "serving", "space", "why_refused"]
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (prefill.FAMILY, decode.FAMILY)}
 
@@ -16,6 +17,23 @@ def family_of(name: str) -> Family:
     if name not in FAMILIES:
         raise UnsupportedError(f"no family is called {name!r}; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
+
+
+def why_refused(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why a config from anywhere cannot serve the problem, or None; for rows others may have made.
+
+    Asks the family's own predicate, once family and knobs are known ones.
+    """
+    family = FAMILIES.get(config.family)
+    if family is None:
+        return f"no family is called {config.family!r}"
+    names, given = {knob.name for knob in family.knobs}, set(config.as_dict())
+    if names != given:
+        return f"its knobs are not the family's: {', '.join(sorted(names ^ given))}"
+    for knob in family.knobs:
+        if type(config[knob.name]) is not type(knob.values[0]):
+            return f"{knob.name} is {config[knob.name]!r}"
+    return family.unsupported(problem, gpu) or family.refusal(problem, config, gpu)
 
 
 def serving(problem: Problem, gpu: Gpu) -> list[Family]:

@@ -1,0 +1,224 @@
+"""Export: which winners become rows, and what the module made of them chooses."""
+
+import ast
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+from making import CHAIN, H200, candidates, decode_of, prefill_of, winner_of
+
+from autoflash.config import Config
+from autoflash.errors import ExportError
+from autoflash.export import export, write_module
+from autoflash.gpu import known
+from autoflash.runtime.device import Device
+from autoflash.runtime.match import match_bucket, match_key, match_sizes
+from autoflash.runtime.selection import Selector
+
+DEVICE = Device(**{name: getattr(H200, name) for name in Device._fields})
+
+
+def module_of(text: str) -> dict:
+    """The exported module's namespace."""
+    namespace: dict = {"__name__": "attention_dispatch"}
+    sys.modules["attention_dispatch"] = type(sys)("attention_dispatch")
+    exec(compile(text, "attention_dispatch.py", "exec"), namespace)
+    return namespace
+
+
+def selector_of(text: str) -> Selector:
+    return module_of(text)["_selectors"][0]
+
+
+def test_the_same_winners_give_the_same_bytes_in_any_order():
+    winners = [winner_of(prefill_of(seqlen_q=n)) for n in (512, 1024)]
+    winners += [winner_of(decode_of(page_size=size)) for size in (0, 16)]
+    text = export(winners).text
+    assert export(winners[::-1]).text == text
+    assert text.isascii()
+    ast.parse(text)
+
+
+def test_each_kernel_text_stands_once():
+    winners = [winner_of(prefill_of(seqlen_q=n)) for n in (512, 1024, 2048)]
+    text = export(winners).text
+    assert text.count("def prefill_kernel(") == 2  # causal and not
+
+
+def test_the_module_needs_no_autoflash_and_starts_no_cuda(tmp_path):
+    path = tmp_path / "attention_dispatch.py"
+    write_module(export([winner_of(prefill_of())]).text, path)
+    script = (
+        "import sys; sys.modules['autoflash'] = None\n"
+        "import attention_dispatch, torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "heavy = {'jinja2', 'sqlite_utils', 'typer', 'yaml', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print(attention_dispatch.coverage())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "'default': 0" in ran.stdout
+
+
+def test_an_exact_shape_is_served_by_its_winner():
+    configs = candidates(prefill_of())
+    winners = [
+        winner_of(prefill_of(seqlen_q=512), configs[0]),
+        winner_of(prefill_of(seqlen_q=4096), configs[1]),
+    ]
+    selector = selector_of(export(winners).text)
+    for winner in winners:
+        choice = selector.choose(winner.decision.problem, DEVICE)
+        assert choice.how == "exact"
+        assert Config.of("prefill", choice.knobs) == winner.decision.winner
+
+
+def test_a_shape_nearby_is_served_by_the_nearest_and_one_far_off_by_the_default():
+    configs = candidates(prefill_of())
+    selector = selector_of(
+        export(
+            [
+                winner_of(prefill_of(seqlen_q=512, seqlen_k=512), configs[0]),
+                winner_of(prefill_of(seqlen_q=4096, seqlen_k=4096), configs[1]),
+            ]
+        ).text
+    )
+    for seqlen, how, config in (
+        (500, "bucket", configs[0]),
+        (900, "nearest", configs[0]),
+        (3000, "bucket", configs[1]),
+        (8192, "nearest", configs[1]),
+    ):
+        choice = selector.choose(prefill_of(seqlen_q=seqlen, seqlen_k=seqlen), DEVICE)
+        assert (choice.how, Config.of("prefill", choice.knobs)) == (how, config), seqlen
+    for seqlen in (1, 60, 33000):
+        choice = selector.choose(prefill_of(seqlen_q=seqlen, seqlen_k=seqlen), DEVICE)
+        assert choice.how == "default", seqlen
+
+
+def test_tuning_only_tiny_shapes_never_decides_for_a_huge_one():
+    tiny = [winner_of(prefill_of(seqlen_q=n, seqlen_k=n)) for n in (1, 8)]
+    selector = selector_of(export(tiny).text)
+    huge = prefill_of(seqlen_q=8192, seqlen_k=8192)
+    choice = selector.choose(huge, DEVICE)
+    assert choice.how == "default"
+    default = winner_of(huge).decision.default
+    assert Config.of("prefill", choice.knobs) == default
+
+
+def test_no_row_serves_other_semantics():
+    selector = selector_of(export([winner_of(prefill_of()), winner_of(decode_of())]).text)
+    for other in (
+        prefill_of(dtype="fp16"),
+        prefill_of(dtype="fp32"),
+        prefill_of(causal=False),
+        prefill_of(head_dim=128),
+        prefill_of(num_heads=2),
+        prefill_of(layout="bhsd"),
+        decode_of(page_size=16),
+        decode_of(kv_layout="hnd"),
+        decode_of(dtype="fp32"),
+    ):
+        assert selector.choose(other, DEVICE).how == "default", other
+
+
+def test_keys_and_buckets_are_the_same_in_the_tuner_and_in_the_module():
+    module = module_of(export([winner_of(prefill_of())]).text)
+    for seqlen in (*range(1, 4098), 10**6):
+        ours = prefill_of(seqlen_q=seqlen, seqlen_k=seqlen)
+        theirs = module["Problem"](**dataclasses.asdict(ours))
+        assert module["match_key"](theirs) == match_key(ours)
+        assert tuple(module["match_sizes"](theirs)) == tuple(match_sizes(ours))
+        bucket = module["match_bucket"](module["match_sizes"](theirs))
+        assert tuple(bucket) == tuple(match_bucket(match_sizes(ours)))
+
+
+def test_rows_of_a_gpu_that_only_shares_the_name_are_not_used():
+    selector = selector_of(export([winner_of(prefill_of())]).text)
+    for other in (
+        DEVICE._replace(arch="sm_80"),
+        DEVICE._replace(num_sms=114),
+        DEVICE._replace(memory_gib=80),
+        DEVICE._replace(mig_profile="1g.18gb"),
+        DEVICE._replace(name="NVIDIA H100"),
+    ):
+        with pytest.warns(UserWarning, match="no measurements for"):
+            assert selector.choose(prefill_of(), other).how == "default"
+        with pytest.raises(LookupError, match="no measurements for"):
+            selector.choose(prefill_of(batch=2), other, strict=True)
+
+
+def test_several_gpus_live_in_one_module():
+    a100 = known("NVIDIA_A100_SXM4_80GB")
+    ours, theirs = candidates(prefill_of())[3], candidates(prefill_of(), a100)[1]
+    text = export([winner_of(prefill_of(), ours), winner_of(prefill_of(), theirs, gpu=a100)]).text
+    selector = selector_of(text)
+    other = Device(**{name: getattr(a100, name) for name in Device._fields})
+    assert Config.of("prefill", selector.choose(prefill_of(), DEVICE).knobs) == ours
+    assert Config.of("prefill", selector.choose(prefill_of(), other).knobs) == theirs
+
+
+def test_rows_made_with_another_triton_serve_with_one_notice():
+    old = dataclasses.replace(CHAIN, triton="3.5.9")
+    selector = selector_of(export([winner_of(prefill_of(), chain=old)]).text)
+    with pytest.warns(UserWarning, match=r"measured with triton 3\.5\.9.*unverified"):
+        assert selector.choose(prefill_of(), DEVICE).how == "exact"
+
+
+def test_what_is_left_out_is_said():
+    stale = winner_of(prefill_of(seqlen_q=64), kernel_digest="0" * 12)
+    predicted = winner_of(prefill_of(seqlen_q=128), source="predicted")
+    alien = winner_of(prefill_of(seqlen_q=256), Config.of("prefill", {"BLOCK_M": 0}))
+    good = winner_of(prefill_of())
+    exported = export([stale, predicted, alien, good])
+    assert [row.served.problem for row in exported.rows] == [good.decision.problem]
+    reasons = [reason.split(":")[0].split(",")[0] for _, reason in exported.left_out]
+    assert reasons == ["stale", "predicted", "the config is not valid"]
+    allowed = export([predicted, good], allow_predicted=True)
+    assert {row.source for row in allowed.rows} == {"predicted", "measured"}
+
+
+def test_with_nothing_left_the_reasons_are_the_error():
+    with pytest.raises(ExportError, match="nothing to export: no winners are stored"):
+        export([])
+    with pytest.raises(ExportError, match="nothing to export: predicted, not measured"):
+        export([winner_of(prefill_of(), source="predicted")])
+    with pytest.raises(ExportError, match="of a GPU that was not asked for"):
+        export([winner_of(prefill_of())], gpus=["NVIDIA_A10"])
+
+
+def test_a_portfolio_is_kept_small_and_says_what_it_loses():
+    configs = candidates(prefill_of())[:3]
+    winners = []
+    for i, seqlen in enumerate((512, 1024, 2048)):
+        times = {config: 10.0 + 0.2 * abs(i - j) for j, config in enumerate(configs)}
+        ordered = tuple(sorted(times.items(), key=lambda item: item[1]))
+        problem = prefill_of(seqlen_q=seqlen)
+        winners.append(winner_of(problem, configs[i], times=ordered))
+    one = export(winners, most_configs=1)
+    assert {row.served.config for row in one.rows} == {configs[1]}
+    assert sorted(row.served.regret for row in one.rows) == pytest.approx([0.0, 0.02, 0.02])
+    assert len({row.served.config for row in export(winners, most_configs=3).rows}) == 3
+
+
+def test_a_module_is_written_whole_or_not_at_all(tmp_path):
+    with pytest.raises(ExportError, match=r"the module's name must end in \.py"):
+        write_module("text", tmp_path / "module")
+    with pytest.raises(ExportError, match=r"cannot write .*No such file or directory"):
+        write_module("text", tmp_path / "missing" / "module.py")
+    path = tmp_path / "module.py"
+    path.write_text("before")
+    with pytest.raises(UnicodeEncodeError):
+        write_module("caf\N{LATIN SMALL LETTER E WITH ACUTE}", path)
+    assert path.read_text() == "before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["module.py"]
