@@ -122,8 +122,10 @@ def known(name: str) -> Gpu:
 
 def from_properties(properties: Any, power_limit_w: int = 0) -> Gpu:
     """The Gpu that torch's device properties describe; peak rates come from the table."""
-    amd_arch = getattr(properties, "gcnArchName", "").split(":")[0]
-    arch = amd_arch or f"sm_{properties.major}{properties.minor}"
+    arch = f"sm_{properties.major}{properties.minor}"
+    # torch for CUDA fills gcnArchName too, with the GPU's name
+    if (amd_arch := getattr(properties, "gcnArchName", "")).startswith("gfx"):
+        arch = amd_arch.split(":")[0]
     name, _, mig_profile = properties.name.partition(" MIG ")
     peer = KNOWN.get(slug(name))
     gpu = Gpu(

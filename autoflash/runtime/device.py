@@ -42,10 +42,13 @@ class Device(NamedTuple):
 def device_at(index: int) -> Device:
     """The GPU at `index` of this process."""
     found = torch.cuda.get_device_properties(index)
-    amd_arch = getattr(found, "gcnArchName", "").split(":")[0]
+    arch = f"sm_{found.major}{found.minor}"
+    # torch for CUDA fills gcnArchName too, with the GPU's name
+    if (amd_arch := getattr(found, "gcnArchName", "")).startswith("gfx"):
+        arch = amd_arch.split(":")[0]
     return Device(
         name=found.name.split(" MIG ")[0],
-        arch=amd_arch or f"sm_{found.major}{found.minor}",
+        arch=arch,
         num_sms=found.multi_processor_count,
         memory_gib=round(found.total_memory / 2**30),
         l2_bytes=found.L2_cache_size,
