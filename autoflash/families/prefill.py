@@ -5,7 +5,12 @@ from autoflash.families.family import Family
 from autoflash.gpu import MIB, Gpu
 from autoflash.problem import Problem, Variant
 from autoflash.runtime.defaults import prefill_default
-from autoflash.runtime.validity import prefill_refusal, prefill_unsupported
+from autoflash.runtime.validity import (
+    prefill_fma_products,
+    prefill_refusal,
+    prefill_unsupported,
+    prefill_warpgroup_products,
+)
 
 PARTS = (
     "triton_header.py.jinja",
@@ -26,9 +31,9 @@ KNOBS = (
 
 USUAL_TILE = 64
 WARP_SIZE = {"nvidia": 32, "amd": 64}
-MAX_LIVE_VALUES = (
-    128  # fp32; half of a thread's 255 registers, operands and addresses want the rest
-)
+# Of a thread's 255 registers: more was seen to spill hundreds of bytes. Products on the ordinary
+# cores hold their operands as well.
+MAX_LIVE, MAX_LIVE_FMA = 160, 34
 
 
 def variant(problem: Problem) -> Variant:
@@ -63,17 +68,20 @@ def _hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 
 def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
-    tensor_cores = problem.dtype != "fp32"
+    fma_products = prefill_fma_products(problem, gpu)
     block_m, block_n, num_warps = (int(config[n]) for n in ("BLOCK_M", "BLOCK_N", "num_warps"))
     block_d = 1 << (problem.head_dim - 1).bit_length()
-    if tensor_cores and block_m < USUAL_TILE:
+    if problem.dtype != "fp32" and block_m < USUAL_TILE:
         return f"BLOCK_M {block_m} starves the tensor cores"
-    # a tensor-core product of one warp has 16 rows
-    if tensor_cores and block_m < 16 * num_warps:
+    # a tensor-core product of one warp has 16 rows; more warps can only divide wide heads
+    if not fma_products and block_d < 256 and block_m < 16 * num_warps:
         return f"{num_warps} warps have no 16 rows each in BLOCK_M {block_m}"
+    if fma_products and config["LOAD"] == "descriptor":
+        return "fp32 products of tiles from descriptors spill"
     live = block_m * (block_d + block_n) // (num_warps * WARP_SIZE[gpu.vendor])
-    if live > MAX_LIVE_VALUES:
-        return f"a thread holds {live} values of acc and qk, more than {MAX_LIVE_VALUES}"
+    limit = MAX_LIVE_FMA if fma_products else MAX_LIVE
+    if live > limit:
+        return f"a thread holds {live} values of acc and qk, more than {limit}"
     for name, block, seqlen in (
         ("BLOCK_M", block_m, problem.seqlen_q),
         ("BLOCK_N", block_n, problem.seqlen_k),
@@ -81,7 +89,7 @@ def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         if block // 2 >= max(seqlen, USUAL_TILE):
             return f"half of {name} {block} lies past the {seqlen} tokens"
     # 32 columns are slow there, and triton miscompiled such products (issues 10573, 11366)
-    if tensor_cores and gpu.capability >= 90 and block_n < USUAL_TILE and block_d < 256:
+    if prefill_warpgroup_products(problem, gpu) and block_n < USUAL_TILE and block_d < 256:
         return f"BLOCK_N {block_n} is too narrow for the products of {gpu.arch}"
     return None
 
@@ -107,4 +115,5 @@ FAMILY = Family(
     unsupported=prefill_unsupported,
     refusal=refusal,
     default=default,
+    max_spills=256,  # head_dim 256 through pointers spills a little everywhere
 )

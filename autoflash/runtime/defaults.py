@@ -12,27 +12,39 @@ from .validity import (
     decode_block_m,
     decode_refusal,
     decode_smem_bytes,
+    prefill_fma_products,
     prefill_refusal,
+    prefill_warpgroup_products,
 )
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages, LOAD), best first: the first that is valid serves.
-# H200, 16k tokens: within a tenth of the best portable config at head_dim 64, 128 and 256.
-PREFILL_TENSOR_CORE_DEFAULTS = {
-    64: ((64, 128, 4, 2, "descriptor"), (64, 64, 4, 3, "pointer")),
-    128: ((64, 64, 4, 3, "descriptor"), (128, 64, 8, 2, "pointer")),
-    256: ((128, 64, 8, 2, "descriptor"), (128, 32, 8, 2, "pointer")),
+# (BLOCK_M, BLOCK_N, num_warps, num_stages, LOAD) by the largest head_dim, best first: the first
+# that is valid serves. Compiled for sm_80, 86, 89, 90, 100, 120 and gfx942 without heavy spills.
+PREFILL_WARPGROUP_DEFAULTS = {
+    64: ((64, 128, 4, 2, "descriptor"),),
+    128: ((64, 64, 4, 3, "descriptor"),),
+    256: ((128, 64, 8, 2, "descriptor"),),
 }
-PREFILL_FP32_DEFAULTS = {
-    64: ((64, 32, 4, 2, "pointer"),),
-    128: ((32, 32, 4, 2, "pointer"),),
-    256: ((32, 32, 8, 1, "pointer"),),
+PREFILL_WARP_DEFAULTS = {
+    64: ((64, 64, 4, 3, "pointer"),),
+    128: ((128, 64, 8, 3, "pointer"), (64, 64, 4, 2, "pointer")),
+    256: ((64, 32, 8, 2, "pointer"), (64, 32, 4, 1, "pointer")),
 }
-PREFILL_SMALLEST = ((64, 32, 4, 2, "pointer"), (64, 32, 4, 1, "pointer"), (16, 16, 4, 1, "pointer"))
+PREFILL_FMA_DEFAULTS = {
+    64: ((32, 32, 4, 2, "pointer"),),
+    128: ((16, 16, 4, 2, "pointer"),),
+    256: ((16, 16, 4, 2, "pointer"),),
+}
+PREFILL_SMALLEST = ((64, 32, 4, 1, "pointer"), (16, 16, 4, 1, "pointer"))
 
 
 def prefill_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     """Knobs that prefill_refusal accepts wherever the problem is served."""
-    by_head_dim = PREFILL_FP32_DEFAULTS if problem.dtype == "fp32" else PREFILL_TENSOR_CORE_DEFAULTS
+    if prefill_fma_products(problem, gpu):
+        by_head_dim = PREFILL_FMA_DEFAULTS
+    elif prefill_warpgroup_products(problem, gpu):
+        by_head_dim = PREFILL_WARPGROUP_DEFAULTS
+    else:
+        by_head_dim = PREFILL_WARP_DEFAULTS
     wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
     choices: list[dict[str, int | str]] = [
