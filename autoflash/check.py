@@ -62,6 +62,20 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
     )
 
 
+def small_cases_of(problem: Problem) -> tuple[Case, ...]:
+    """The same in fewer and shorter sequences, for an interpreter."""
+    small = replace(problem, num_heads=problem.group_size, num_kv_heads=1)
+    if problem.op == "prefill":
+        return (
+            Case(replace(small, batch=1, seqlen_q=150, seqlen_k=150)),
+            Case(replace(small, batch=1, seqlen_q=40, seqlen_k=30), wide_rows=True),
+        )
+    return (
+        Case(replace(small, batch=4, seqlen_k=150), (0, 1, 37, 150)),
+        Case(replace(small, batch=1, seqlen_k=70), (70,), wide_rows=True),
+    )
+
+
 def plan_for(
     inputs: Inputs,
     config: Config,
@@ -78,7 +92,7 @@ def plan_for(
 class Checker:
     """Runs candidates on one device, `cuda` or, in an interpreting process, `cpu`.
 
-    Subclasses plant other plans by overriding `plan`.
+    Subclasses run other plans, in tests, by overriding `plan`, and choose other `cases`.
     """
 
     def __init__(self, device: str, gpu: Gpu) -> None:
@@ -94,9 +108,12 @@ class Checker:
     ) -> list[Launch]:
         return plan_for(inputs, config, self._gpu, out, lse, workspace_fill)
 
+    def cases(self, problem: Problem) -> tuple[Case, ...]:
+        return cases_of(problem)
+
     def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
         """The worst verdict over the small cases. Raises Failure when one is not right."""
-        verdicts = [self._check_case(case, config, seed) for case in cases_of(problem)]
+        verdicts = [self._check_case(case, config, seed) for case in self.cases(problem)]
         return Verdict(
             reason="",
             max_ratio=max(verdict.max_ratio for verdict in verdicts),
@@ -104,14 +121,17 @@ class Checker:
             lse_error=max(verdict.lse_error for verdict in verdicts),
         )
 
-    def check_rows(self, inputs: Inputs, config: Config, seed: int) -> Verdict:
-        """The verdict on sampled rows of a real problem, after bit-equal repeats."""
+    def check_rows(
+        self, inputs: Inputs, config: Config, rows: list[Row], budget: Budget
+    ) -> Verdict:
+        """The verdict on some rows of a real problem, after bit-equal repeats.
+
+        `budget` is that of the same inputs and rows.
+        """
         out, lse = self.run(inputs, config)
         for _ in range(REPEATS - 1):
             _same_bits(out, self.run(inputs, config)[0], "two runs at the real size")
-        rows = sample_rows(inputs.problem, seed)
-        verdict = Budget(inputs, rows=rows).judge(*picked(inputs.problem, out, lse, rows))
-        return _right(verdict, "at the real size")
+        return _right(budget.judge(*picked(inputs.problem, out, lse, rows)), "at the real size")
 
     def run(
         self, inputs: Inputs, config: Config, with_lse: bool = True

@@ -49,6 +49,14 @@ class TimeLimit:
         self._end = float("inf") if seconds is None else self.started + seconds
 
     @property
+    def finite(self) -> bool:
+        return self._end != float("inf")
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
     def left_s(self) -> float:
         return self._end - time.monotonic()
 

@@ -27,6 +27,10 @@ class ExportError(AutoflashError):
     """A module that cannot be exported: nothing to export, or nowhere to write it."""
 
 
+class SearchError(AutoflashError):
+    """Every candidate of every problem failed; no winner was stored."""
+
+
 class BudgetError(AutoflashError):
     """The budget was spent before any candidate was checked and timed; no winner was stored."""
 

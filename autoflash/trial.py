@@ -8,7 +8,7 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from autoflash.accuracy import Verdict
+from autoflash.accuracy import Budget, Verdict
 from autoflash.bench import (
     CallGraph,
     Timing,
@@ -18,7 +18,7 @@ from autoflash.bench import (
     replays_for,
     sets_needed,
 )
-from autoflash.check import Checker
+from autoflash.check import Checker, sample_rows
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.gpu import Gpu, detect
@@ -41,9 +41,9 @@ class CudaDevice(Checker):
         super().__init__("cuda", detect(index))
         uuid = torch.cuda.get_device_properties(index).uuid
         self._telemetry = Telemetry(str(uuid))
-        self._problem: Problem | None = None
         self._sets: list[tuple[Inputs, torch.Tensor]] = []
         self._graphs: dict[Config, tuple[CallGraph, int]] = {}
+        self._budget: Budget | None = None  # of the prepared problem's sampled rows
 
     def hello(self) -> tuple[Gpu, Toolchain]:
         return self._gpu, detect_toolchain()
@@ -62,12 +62,11 @@ class CudaDevice(Checker):
                 inputs = make_inputs(problem, number, "cuda", lengths, poison=False)
                 self._sets.append((inputs, torch.empty_like(new_outputs(inputs)[0])))
             torch.cuda.synchronize()
-        self._problem = problem
 
     def release(self) -> None:
         self._graphs.clear()
         self._sets.clear()
-        self._problem = None
+        self._budget = None
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -87,7 +86,11 @@ class CudaDevice(Checker):
 
     def check_full(self, config: Config, seed: int) -> Verdict:
         with _failures():
-            return self.check_rows(self._sets[0][0], config, seed)
+            inputs = self._sets[0][0]
+            rows = sample_rows(inputs.problem, seed)
+            if self._budget is None:
+                self._budget = Budget(inputs, rows=rows)
+            return self.check_rows(inputs, config, rows, self._budget)
 
     def arm(self, config: Config, cap_us: float) -> None:
         with _failures():

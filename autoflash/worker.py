@@ -1,6 +1,6 @@
 """Worker: the process that holds a GPU, seen from the parent, which never touches CUDA."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,11 @@ from autoflash.records import Clocks
 from autoflash.toolchain import Toolchain
 
 
-class Device(Protocol):
+class LimitReached(Exception):
+    """The time of the whole search is over; nothing is wrong with the candidate at hand."""
+
+
+class CheckingDevice(Protocol):
     """What a worker process serves. Every method may raise Failure, for that candidate alone."""
 
     def hello(self) -> tuple[Gpu, Toolchain]:
@@ -25,6 +29,10 @@ class Device(Protocol):
     def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
         """Errors on small problems of the same kernels; a wrong result is a Failure."""
         ...
+
+
+class Device(CheckingDevice, Protocol):
+    """One that can time as well."""
 
     def prepare(self, problem: Problem, seed: int) -> None:
         """Make the rotating buffers of this problem, in place of the last one's."""
@@ -65,20 +73,25 @@ class Deadlines:
     prepare_s: float = 120.0
 
 
+DEADLINES = Deadlines()
+
+
 class Worker:
-    """Calls of a Device in a process of its own, which is started again whenever it dies.
+    """Calls of a device in a process of its own, which is started again whenever it dies.
 
     The new process gets the prepared problem and the armed configs of the old one. `limit_s`
-    says how many seconds are left to the whole search: no call waits longer.
+    says how many seconds are left to the whole search: no call waits longer, but raises
+    LimitReached.
     """
 
     def __init__(
         self,
-        device: Callable[[], Device],
-        deadlines: Deadlines = Deadlines(),
+        device: Callable[[], CheckingDevice],
+        deadlines: Deadlines = DEADLINES,
         limit_s: Callable[[], float] = lambda: float("inf"),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._child = Child(device)
+        self._child = Child(device, environment)
         self._deadlines, self._limit_s = deadlines, limit_s
         self._prepared: tuple[Problem, int] | None = None
         self._armed: dict[Config, float] = {}
@@ -145,9 +158,15 @@ class Worker:
         return self._call(method, *arguments, deadline_s=deadline_s)
 
     def _call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
-        return self._child.call(
-            method, *arguments, deadline_s=max(0.05, min(deadline_s, self._limit_s()))
-        )
+        left_s = self._limit_s()
+        if left_s <= 0:
+            raise LimitReached
+        try:
+            return self._child.call(method, *arguments, deadline_s=min(deadline_s, left_s))
+        except Failure as failure:
+            if failure.status == "timeout" and left_s < deadline_s:
+                raise LimitReached from None
+            raise
 
     def _restore(self) -> None:
         """Bring a new process to where the dead one was."""

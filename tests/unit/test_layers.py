@@ -23,6 +23,7 @@ LAYERS = (
     ("accuracy", "telemetry", "bench"),
     ("child", "check", "pool", "trial", "worker"),
     ("store", "decision", "effort", "search"),
+    ("groups", "journal", "progress", "entrants", "rounds", "contest", "cross", "predict", "tune"),
     ("portfolio", "single_file", "export", "doctor"),
     ("cli",),
 )

@@ -1,0 +1,211 @@
+"""Contest: one problem's candidates screened, the finalists timed side by side, one chosen."""
+
+import time
+from functools import cache
+from statistics import median
+
+from autoflash.child import Failure
+from autoflash.config import Config
+from autoflash.decision import (
+    FEWEST_ROUNDS,
+    Interval,
+    choose,
+    decision_of,
+    overlapping,
+    paired_interval,
+    spread_interval,
+)
+from autoflash.effort import TimeLimit
+from autoflash.entrants import Entrants, Lab
+from autoflash.groups import Group, digest_of
+from autoflash.problem import Problem
+from autoflash.records import Decision, Trial
+from autoflash.rounds import side_by_side, with_times
+from autoflash.search import Proposals, strategy_for
+from autoflash.worker import LimitReached
+
+SCREENING_SHARE = 0.65  # of a problem's time, where there is a limit; the rest is the final's
+GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed any further
+
+
+def proposals_for(lab: Lab, group: Group, problem: Problem) -> Proposals:
+    """What the strategy proposes for a problem; the same for the same seed."""
+    candidates = group.candidates(problem, lab.gpu)
+    strategy = strategy_for(lab.strategy, len(candidates), lab.effort.max_candidates)
+    return strategy(candidates, lab.effort.max_candidates, lab.seed)
+
+
+def first_batch(lab: Lab, group: Group, problem: Problem) -> list[Config]:
+    """What will be tried before anything is measured: can be compiled ahead."""
+    return next(proposals_for(lab, group, problem))
+
+
+class Contest:
+    """One problem of a group. `limit` is its share of the search's time."""
+
+    def __init__(self, lab: Lab, entrants: Entrants, problem: Problem, limit: TimeLimit) -> None:
+        self._lab, self._entrants, self._problem, self._limit = lab, entrants, problem, limit
+        self._default = entrants.group.default(problem, lab.gpu)
+        self._screened: dict[Config, Trial] = {}
+        self._prepared = False
+
+    def run(self) -> Decision | None:
+        """The recorded decision; None when no candidate was both right and timed.
+
+        Raises Failure when the problem itself cannot be made, for want of memory.
+        """
+        try:
+            self._search()
+            self._sharpen()
+            return self._earlier() or self._final()
+        except LimitReached:
+            return self._from_screening()
+
+    def time_default(self) -> None:
+        """Screen the default alone, so that a search cut short still has an answer."""
+        for config in self._entrants.ready([self._default], self._limit):
+            self._screen(config)
+
+    def _search(self) -> None:
+        """Screen what the strategy proposes."""
+        lab = self._lab
+        proposals = proposals_for(lab, self._entrants.group, self._problem)
+        limit = self._limit.share(1 / SCREENING_SHARE)
+        batch, done = next(proposals), 0
+        while batch:
+            total = done + len(batch)
+            for config in self._entrants.ready(batch, limit):
+                self._screen(config)
+                done += 1
+                self._tell(done, total)
+                if limit.over:
+                    return
+            times = {config: trial.median_us or 0.0 for config, trial in self._screened.items()}
+            try:
+                batch = proposals.send(times)
+            except StopIteration:
+                return
+
+    def _screen(self, config: Config) -> None:
+        """The lowest rung of a candidate that is right, unless an earlier trial is known."""
+        earlier = self._lab.journal.screened(self._problem, config)
+        if not self._entrants.admit(self._problem, config):
+            return
+        if earlier is not None:
+            self._screened[config] = earlier
+        else:
+            self._time(config, self._lab.effort.rungs[0])
+
+    def _sharpen(self) -> None:
+        """The higher rungs: more samples for those whose times overlap the best's."""
+        fewer = self._lab.effort.rungs[0]
+        for samples in self._lab.effort.rungs[1:]:
+            for trial in overlapping(list(self._screened.values()), self._lab.effort.finalists):
+                # what was cut to fewer samples before would be cut again
+                if fewer <= trial.samples < samples and not self._limit.over:
+                    self._time(trial.config, samples)
+            fewer = samples
+
+    def _time(self, config: Config, samples: int) -> None:
+        lab = self._lab
+        self._prepare()
+        best_us = min((t.median_us or 0.0 for t in self._screened.values()), default=float("inf"))
+        started = time.monotonic()
+        try:
+            timing = lab.worker.screen(config, samples, lab.effort.cap_us, GIVE_UP * best_us)
+        except Failure as failure:
+            self._screened.pop(config, None)
+            seconds = time.monotonic() - started
+            self._entrants.fail(self._problem, config, "screen", failure, seconds)
+            return
+        seconds = time.monotonic() - started
+        trial = self._entrants.trial(self._problem, config, "screen", "correct", seconds)
+        trial = with_times(trial, "graph", timing.samples_us, timing.clocks)
+        self._screened[config] = lab.journal.record(trial)
+
+    def _final(self) -> Decision | None:
+        """Interleaved rounds of the finalists and the default; the next best where all fail."""
+        lab, problem = self._lab, self._problem
+        while self._screened:
+            finalists = self._finalists()
+            self._prepare()
+            samples = side_by_side(
+                lab, self._entrants, problem, finalists, "final", lab.effort.rounds, self._limit
+            )
+            if samples and len(next(iter(samples.values()))) < FEWEST_ROUNDS:
+                return self._from_screening()
+            if samples:
+                decision = self._from_rounds(samples)
+                self._eager(list(samples))
+                return decision
+            for config in finalists:
+                self._screened.pop(config, None)
+        return None
+
+    def _finalists(self) -> list[Config]:
+        """The fastest of the screening, and the default unless it failed."""
+        ranked = sorted(self._screened.values(), key=lambda t: (t.median_us or 0.0, t.config))
+        finalists = [trial.config for trial in ranked[: self._lab.effort.finalists]]
+        if self._default in self._screened and self._default not in finalists:
+            finalists.append(self._default)
+        return finalists
+
+    def _earlier(self) -> Decision | None:
+        """An earlier run's decision, where it measured all who would be finalists now."""
+        earlier = self._lab.journal.decided(self._problem)
+        if earlier is None:
+            return None
+        finalists, measured = set(self._finalists()), {config for config, _ in earlier.times}
+        return earlier if finalists and finalists <= measured else None
+
+    def _eager(self, configs: list[Config]) -> None:
+        """The finalists once more with the host's launches in their times."""
+        lab = self._lab
+        for config in configs:
+            if self._limit.over:
+                return
+            started = time.monotonic()
+            try:
+                timing = lab.worker.eager(config, lab.effort.eager_calls, lab.effort.cap_us)
+            except (Failure, LimitReached):
+                return  # the decision stands on the graph regime
+            seconds = time.monotonic() - started
+            trial = self._entrants.trial(self._problem, config, "final", "correct", seconds)
+            lab.journal.record(with_times(trial, "eager", timing.samples_us, timing.clocks))
+
+    def _from_rounds(self, samples: dict[Config, list[float]]) -> Decision:
+        times = {config: median(taken) for config, taken in samples.items()}
+
+        @cache
+        def interval(slower: Config, faster: Config) -> Interval:
+            return paired_interval(samples[slower], samples[faster])
+
+        choice = choose(times, interval, self._default, self._entrants.resources)
+        digest = digest_of(self._problem, choice.winner)
+        decision = decision_of(self._problem, choice, times, self._default, digest)
+        return self._lab.journal.decide(decision)
+
+    def _from_screening(self) -> Decision | None:
+        """The choice where the time ended before the final: the default, unless plainly beaten."""
+        lab, trials = self._lab, self._screened
+        if not trials:
+            return None
+        times = {config: trial.median_us or 0.0 for config, trial in trials.items()}
+
+        def interval(slower: Config, faster: Config) -> Interval:
+            return spread_interval(trials[slower], trials[faster])
+
+        choice = choose(times, interval, self._default, self._entrants.resources)
+        digest = digest_of(self._problem, choice.winner)
+        return lab.journal.decide(decision_of(self._problem, choice, times, self._default, digest))
+
+    def _prepare(self) -> None:
+        if not self._prepared:
+            self._lab.worker.prepare(self._problem, self._lab.seed)
+            self._prepared = True
+
+    def _tell(self, done: int, total: int) -> None:
+        best_us = min((t.median_us or 0.0 for t in self._screened.values()), default=0.0)
+        default = self._screened.get(self._default)
+        default_us = default.median_us if default and default.median_us else 0.0
+        self._lab.progress.candidates(done, total, best_us, default_us)

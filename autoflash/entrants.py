@@ -1,0 +1,157 @@
+"""Entrants: the candidates of one group, each compiled and checked once, before it is timed."""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
+
+from autoflash.accuracy import Verdict
+from autoflash.child import Failure
+from autoflash.config import Config
+from autoflash.effort import Effort, TimeLimit
+from autoflash.gpu import Gpu
+from autoflash.groups import Group, digest_of
+from autoflash.journal import Journal
+from autoflash.pool import CompilePool, refused
+from autoflash.problem import Problem
+from autoflash.progress import Progress
+from autoflash.records import Resources, Trial
+from autoflash.worker import Worker
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What a search works with."""
+
+    worker: Worker
+    pool: CompilePool
+    journal: Journal
+    gpu: Gpu
+    effort: Effort
+    limit: TimeLimit
+    seed: int
+    strategy: str
+    progress: Progress
+    source: str = "measured"
+
+
+class Entrants:
+    """Who may be timed in a group. A candidate that failed once is out for all its problems."""
+
+    def __init__(self, lab: Lab, group: Group) -> None:
+        self._lab, self.group = lab, group
+        self._futures: dict[Config, Future[Resources]] = {}
+        self._verdicts: dict[Config, Verdict] = {}
+        self.resources: dict[Config, Resources] = {}
+        self.failed: dict[Config, Trial] = {}
+
+    def ask(self, configs: Sequence[Config]) -> None:
+        """Have those compiled that no earlier trial speaks for."""
+        for config in configs:
+            if config in self._futures or config in self._verdicts or config in self.failed:
+                continue
+            earlier = self._lab.journal.of_group(self.group.problems, config)
+            failures = [trial for trial in earlier if trial.status != "correct"]
+            if failures:
+                self.failed[config] = failures[0]
+            elif earlier:
+                self.resources[config] = earlier[0].resources
+                self._verdicts[config] = _verdict_of(earlier[0])
+            else:
+                problems = [p for p in self.group.problems if self.valid(p, config)]
+                self._futures[config] = self._lab.pool.submit(problems, config, self._lab.gpu)
+
+    def ready(self, configs: Sequence[Config], limit: TimeLimit) -> Iterator[Config]:
+        """The configs as their compiling ends, those that need none first, until the limit."""
+        self.ask(configs)
+        waiting: dict[Future[Resources], Config] = {}
+        for config in configs:
+            future = self._futures.get(config)
+            if future is None or future.done():
+                yield config
+            else:
+                waiting[future] = config
+        while waiting and not limit.over:
+            # a limit without end is no argument for wait()
+            done, _ = wait(waiting, min(limit.left_s, 3600.0), FIRST_COMPLETED)
+            for future in [f for f in waiting if f in done]:  # in the order of asking
+                yield waiting.pop(future)
+
+    def compiled(self, problem: Problem, config: Config) -> bool:
+        """Whether the config compiled and fits; a failure is recorded as a trial."""
+        if config in self.failed:
+            return False
+        if config in self.resources:
+            return True
+        started = time.monotonic()
+        try:
+            self.resources[config] = self._futures[config].result()
+            reason = refused(self.resources[config], config, self._lab.gpu)
+            if reason:
+                raise Failure("constraints", reason)
+        except Failure as failure:
+            self.fail(problem, config, "screen", failure, time.monotonic() - started)
+            return False
+        return True
+
+    def admit(self, problem: Problem, config: Config) -> bool:
+        """Whether the config compiled and is right; a failure is recorded as a trial."""
+        if not self.compiled(problem, config):
+            return False
+        if config in self._verdicts:
+            return True
+        started = time.monotonic()
+        try:
+            self._verdicts[config] = self._lab.worker.check(problem, config, self._lab.seed)
+        except Failure as failure:
+            self.fail(problem, config, "screen", failure, time.monotonic() - started)
+            return False
+        return True
+
+    def fail(
+        self, problem: Problem, config: Config, stage: str, failure: Failure, seconds: float
+    ) -> None:
+        """Record what a candidate did wrong; it is not tried again in this group."""
+        trial = self.trial(problem, config, stage, failure.status, seconds)
+        self.failed[config] = self._lab.journal.record(replace(trial, error=failure.reason))
+
+    def trial(
+        self,
+        problem: Problem,
+        config: Config,
+        stage: str,
+        status: str,
+        seconds: float,
+        verdict: Verdict | None = None,
+    ) -> Trial:
+        """A trial of this config without times; `verdict` replaces that of the group's check."""
+        verdict = verdict or self._verdicts.get(config)
+        return Trial(
+            problem,
+            config,
+            digest_of(problem, config),
+            status,
+            stage if self._lab.source == "measured" else "predicted",
+            self._lab.source,
+            max_ratio=verdict.max_ratio if verdict else None,
+            rms_ratio=verdict.rms_ratio if verdict else None,
+            lse_error=verdict.lse_error if verdict else None,
+            seconds=seconds,
+            resources=self.resources.get(config, Resources()),
+        )
+
+    def why_none(self) -> str:
+        """Why a problem of the group has no decision."""
+        if self._lab.limit.over or not self.failed:
+            return "the budget ended before a candidate was checked and timed"
+        config, trial = next(iter(self.failed.items()))
+        return f"every candidate failed, first {config}: {trial.status}: {trial.error}"
+
+    def valid(self, problem: Problem, config: Config) -> bool:
+        """Whether the config's family accepts it for the problem."""
+        family = next(f for f in self.group.families if f.name == config.family)
+        return family.refusal(problem, config, self._lab.gpu) is None
+
+
+def _verdict_of(trial: Trial) -> Verdict:
+    return Verdict("", trial.max_ratio or 0.0, trial.rms_ratio or 0.0, trial.lse_error or 0.0)

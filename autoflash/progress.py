@@ -1,0 +1,146 @@
+"""Progress: what a search says while it runs, on stderr: a live view, or one line a problem."""
+
+import sys
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from autoflash.gpu import Gpu
+from autoflash.problem import Problem
+from autoflash.records import Decision
+from autoflash.roofline import floor
+
+
+class Progress(Protocol):
+    """What a search tells as it goes."""
+
+    def notice(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def begin(self, problem: Problem, number: int, problems: int) -> None: ...
+
+    def candidates(self, done: int, total: int, best_us: float, default_us: float) -> None:
+        """Of the problem begun last; 0 where there is no time yet."""
+        ...
+
+    def decided(self, problem: Problem, decision: Decision | None, why: str = "") -> None:
+        """`why` there is no decision, where there is none."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def describe(problem: Problem) -> str:
+    """A problem in a few words."""
+    p = problem
+    heads = f"{p.num_heads}/{p.num_kv_heads} heads"
+    lengths = f"{p.seqlen_q}x{p.seqlen_k}" + (" ragged" if p.lengths == "ragged" else "")
+    if p.op == "prefill":
+        how = f"{'causal' if p.causal else 'full'} {p.layout}"
+    else:
+        how = f"page {p.page_size} {p.kv_layout}" if p.paged else f"contiguous {p.kv_layout}"
+    return f"{p.op} {p.dtype} batch {p.batch} {lengths} {heads} d {p.head_dim} {how}"
+
+
+def outcome(decision: Decision, gpu: Gpu) -> str:
+    """A decision in a few words."""
+    if decision.source == "predicted":
+        return f"predicted {decision.winner}"
+    percent = floor(decision.problem, gpu).percent(decision.winner_us)
+    share = f", {percent:.0f} % of roofline" if percent else ""
+    text = f"{decision.winner_us:.1f} us{share}"
+    if decision.winner == decision.default:
+        return f"{text}, the default stays"
+    if not decision.default_us:
+        return f"{text}, the default failed"
+    return f"{text}, default {decision.default_us:.1f} us ({100 * decision.margin:+.1f} %)"
+
+
+class Lines:
+    """One plain line a problem, for files and pipes."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._numbered = ""
+
+    def notice(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def begin(self, problem: Problem, number: int, problems: int) -> None:
+        self._numbered = f"[{number}/{problems}]"
+
+    def candidates(self, done: int, total: int, best_us: float, default_us: float) -> None:
+        pass
+
+    def decided(self, problem: Problem, decision: Decision | None, why: str = "") -> None:
+        said = outcome(decision, self._gpu) if decision else f"undecided: {why}"
+        self.notice(f"{self._numbered} {describe(problem)}: {said}")
+
+    def close(self) -> None:
+        pass
+
+
+class LiveView(Lines):
+    """The same lines above a live one: candidates done, best so far, default, time left."""
+
+    def __init__(self, gpu: Gpu, console: Console, budget_s: float | None) -> None:
+        super().__init__(gpu)
+        self._console, self._budget_s = console, budget_s
+        self._started = time.monotonic()
+        self._problem, self._number, self._problems = "", 0, 1
+        self._counts = (0, 0, 0.0, 0.0)
+        self._percent = 0.0
+        self._live = Live(
+            get_renderable=self._now, console=console, refresh_per_second=4, transient=True
+        )
+        self._live.start()
+
+    def notice(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def begin(self, problem: Problem, number: int, problems: int) -> None:
+        super().begin(problem, number, problems)
+        self._shape, self._problem = problem, describe(problem)
+        self._number, self._problems = number, problems
+        self._counts, self._percent = (0, 0, 0.0, 0.0), 0.0
+
+    def candidates(self, done: int, total: int, best_us: float, default_us: float) -> None:
+        self._counts = (done, total, best_us, default_us)
+        self._percent = floor(self._shape, self._gpu).percent(best_us) if best_us else 0.0
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _now(self) -> Text:
+        done, total, best_us, default_us = self._counts
+        parts = [f"{self._numbered} {self._problem}", f"{done}/{total} candidates"]
+        if best_us:
+            parts.append(f"best {best_us:.1f} us ({self._percent:.0f} % of roofline)")
+        if default_us:
+            parts.append(f"default {default_us:.1f} us")
+        parts.append(f"{_clock(self._left_s(done, total))} left")
+        return Text("  ".join(parts), overflow="ellipsis", no_wrap=True)
+
+    def _left_s(self, done: int, total: int) -> float:
+        """Seconds left at the pace so far, never more than the budget leaves."""
+        elapsed = time.monotonic() - self._started
+        share = (max(self._number - 1, 0) + done / max(total, 1)) / self._problems
+        left = elapsed / share - elapsed if share > 0 else float("inf")
+        return min(left, float("inf") if self._budget_s is None else self._budget_s - elapsed)
+
+
+def progress_for(gpu: Gpu, budget_s: float | None) -> Progress:
+    """The live view where stderr is a terminal, else lines."""
+    console = Console(stderr=True)
+    return LiveView(gpu, console, budget_s) if console.is_terminal else Lines(gpu)
+
+
+def _clock(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    return f"{minutes}:{rest:02d}"

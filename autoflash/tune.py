@@ -1,0 +1,297 @@
+"""Tune: the main job. A workload's problems searched on this machine's GPU, or predicted."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite
+from pathlib import Path
+
+from autoflash import gpu as gpus
+from autoflash.child import Failure
+from autoflash.contest import Contest, first_batch
+from autoflash.cross import cross
+from autoflash.effort import Effort, TimeLimit, effort_of
+from autoflash.entrants import Entrants, Lab
+from autoflash.errors import AutoflashError, BudgetError, SearchError
+from autoflash.gpu import Gpu
+from autoflash.groups import groups_of
+from autoflash.journal import Journal
+from autoflash.pool import CompilePool, Compiler, TritonCompiler
+from autoflash.predict import INTERPRET, INTERPRETER_DEADLINES, InterpretedDevice, predict
+from autoflash.problem import Problem
+from autoflash.progress import progress_for
+from autoflash.records import Decision
+from autoflash.runtime.launch import interpreted
+from autoflash.search import strategy_for
+from autoflash.store import Store
+from autoflash.toolchain import Toolchain, detect_toolchain
+from autoflash.worker import DEADLINES, Deadlines, Device, LimitReached, Worker
+from autoflash.workload import Workload
+
+PROTOCOL = "1: CUDA graphs over rotating buffers beyond twice the L2 cache, paired rounds"
+NO_GPU = "No GPU here: kernels are compiled for {}, checked in an interpreter and only predicted"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a search runs on. `device` None is a machine without a GPU: choices are predicted.
+
+    The services are made in processes of their own, so they are pickled: functions or partials.
+    """
+
+    device: Callable[[], Device] | None
+    compiler: Callable[[], Compiler] = TritonCompiler
+    deadlines: Deadlines = DEADLINES
+    compile_processes: int | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks of one search."""
+
+    effort: Effort
+    limit: TimeLimit
+    budget_s: float | None
+    seed: int
+    strategy: str
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a run came to. `undecided` are problems without a decision, each with the reason.
+
+    `trials` were made in this run, `reused` were taken from earlier ones.
+    """
+
+    gpu: Gpu
+    toolchain: Toolchain
+    db: Path
+    run_id: int
+    decisions: tuple[Decision, ...]
+    undecided: tuple[tuple[Problem, str], ...]
+    trials: int
+    reused: int
+    seconds: float
+
+
+def this_machine(gpu_index: int = 0) -> Machine:
+    """The GPU at this index, or none where torch sees none. Starts no CUDA in this process."""
+    if not gpus.cuda_available():
+        return Machine(device=None)
+    from autoflash.trial import CudaDevice
+
+    return Machine(device=partial(CudaDevice, gpu_index))
+
+
+def tune(
+    workload: Workload,
+    *,
+    db: Path | None = None,
+    gpu_index: int = 0,
+    target: str | None = None,
+    effort: str = "standard",
+    budget_s: float | None = None,
+    seed: int = 0,
+    strategy: str = "auto",
+    argv: Sequence[str] = (),
+    machine: Machine | None = None,
+) -> TuneResult:
+    """Search every problem of the workload; each trial is in the database once it is made.
+
+    `db` None is the user's own database. `target` names a known GPU to predict for, whatever is
+    in this machine. `budget_s` is a hard limit in seconds. Run again, it goes on where it was
+    stopped. Raises SearchError when every candidate of every problem failed, and BudgetError when
+    the budget ended before any was checked and timed; neither stores a winner.
+    """
+    if interpreted():
+        raise AutoflashError("TRITON_INTERPRET is set: interpreted kernels cannot be tuned")
+    if budget_s is not None and not (isfinite(budget_s) and budget_s > 0):
+        raise AutoflashError(f"budget {budget_s} is not a positive number of seconds")
+    strategy_for(strategy, 1, 1)  # a wrong name is told before anything is started
+    limit = TimeLimit(budget_s)
+    options = Options(effort_of(effort), limit, budget_s, seed, strategy, tuple(argv))
+    predicted_for = gpus.known(target) if target else None
+    machine = machine or this_machine(gpu_index)
+    if machine.device is None or predicted_for:
+        gpu = predicted_for or gpus.known(gpus.DEFAULT_TARGET)
+        print(NO_GPU.format(gpu.name), file=sys.stderr, flush=True)
+        return _predict(workload, replace(machine, device=None), options, gpu, db)
+    with closing(Worker(machine.device, machine.deadlines, lambda: limit.left_s)) as worker:
+        return _measure(workload, machine, options, worker, db)
+
+
+def _measure(
+    workload: Workload, machine: Machine, options: Options, worker: Worker, db: Path | None
+) -> TuneResult:
+    gpu, toolchain = worker.hello()
+    with _lab(workload, machine, options, worker, gpu, toolchain, db) as (lab, store, run_id):
+        lab.progress.notice(f"{gpu.name}, {len(workload.problems)} problems, database {store.path}")
+        if lab.journal.known:
+            lab.progress.notice(f"{lab.journal.known} candidates are known from earlier runs")
+        groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
+        decisions, failed = _search(lab, [Entrants(lab, group) for group in groups])
+        return _result(lab, store.path, run_id, toolchain, decisions, undecided + failed)
+
+
+def _predict(
+    workload: Workload, machine: Machine, options: Options, gpu: Gpu, db: Path | None
+) -> TuneResult:
+    toolchain = detect_toolchain()
+    interpreter = partial(InterpretedDevice, gpu)
+    limit = options.limit
+    with (
+        closing(
+            Worker(interpreter, INTERPRETER_DEADLINES, lambda: limit.left_s, INTERPRET)
+        ) as worker,
+        _lab(workload, machine, options, worker, gpu, toolchain, db) as (lab, store, run_id),
+    ):
+        lab.progress.notice(f"{len(workload.problems)} problems, database {store.path}")
+        groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
+        decisions, failed = predict(lab, [Entrants(lab, group) for group in groups])
+        return _result(lab, store.path, run_id, toolchain, decisions, undecided + failed)
+
+
+def _search(
+    lab: Lab, all_entrants: Sequence[Entrants]
+) -> tuple[list[Decision], list[tuple[Problem, str]]]:
+    """Every problem's contest, group by group; then each group's finalists on its other shapes."""
+    pairs = [(entrants, p) for entrants in all_entrants for p in entrants.group.problems]
+    for entrants, problem in pairs:
+        entrants.ask([entrants.group.default(problem, lab.gpu)])
+    if lab.limit.finite:
+        _time_defaults(lab, pairs)
+    for entrants, problem in pairs:
+        entrants.ask(first_batch(lab, entrants.group, problem))
+    decisions: list[Decision] = []
+    undecided: list[tuple[Problem, str]] = []
+    for entrants in all_entrants:
+        of_group = []
+        for problem in entrants.group.problems:
+            number = len(decisions) + len(undecided) + len(of_group)
+            lab.progress.begin(problem, number + 1, len(pairs))
+            decision, why = _contest(lab, entrants, problem, len(pairs) - number)
+            lab.progress.decided(problem, decision, why)
+            if decision:
+                of_group.append(decision)
+            else:
+                undecided.append((problem, why))
+        decisions += cross(lab, entrants, of_group) if lab.effort.cross_rounds else of_group
+    return decisions, undecided
+
+
+def _time_defaults(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> None:
+    """Before any search: where the time ends early, the default is an answer."""
+    for entrants, problem in pairs:
+        try:
+            Contest(lab, entrants, problem, lab.limit).time_default()
+        except LimitReached:
+            return
+        except Failure:  # the problem's own contest will tell
+            continue
+
+
+def _contest(
+    lab: Lab, entrants: Entrants, problem: Problem, problems_left: int
+) -> tuple[Decision | None, str]:
+    """The decision on a problem, or why there is none."""
+    try:
+        decision = Contest(lab, entrants, problem, lab.limit.share(problems_left)).run()
+    except Failure as failure:
+        return None, failure.reason
+    return decision, "" if decision else entrants.why_none()
+
+
+@contextmanager
+def _lab(
+    workload: Workload,
+    machine: Machine,
+    options: Options,
+    worker: Worker,
+    gpu: Gpu,
+    toolchain: Toolchain,
+    db: Path | None,
+) -> Iterator[tuple[Lab, Store, int]]:
+    """What the search works with, and its run in the database, ended with its outcome."""
+    deadline_s = machine.deadlines.compile_s
+    with (
+        Store.open(db) as store,
+        closing(CompilePool(machine.compiler, machine.compile_processes, deadline_s)) as pool,
+        closing(progress_for(gpu, options.budget_s)) as progress,
+    ):
+        run_id = _start_run(store, gpu, toolchain, workload, options)
+        lab = Lab(
+            worker=worker,
+            pool=pool,
+            journal=Journal(store, run_id, gpu, toolchain),
+            gpu=gpu,
+            effort=options.effort,
+            limit=options.limit,
+            seed=options.seed,
+            strategy=options.strategy,
+            progress=progress,
+            source="measured" if machine.device else "predicted",
+        )
+        outcome = "failed"
+        try:
+            yield lab, store, run_id
+            outcome = "budget" if options.limit.over else "finished"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            progress.notice(
+                f"interrupted: the {lab.journal.trials} trials of this run are kept in "
+                f"{store.path}; the same command goes on from there"
+            )
+            raise
+        except BudgetError:
+            outcome = "budget"
+            raise
+        finally:
+            store.end_run(run_id, outcome)
+
+
+def _start_run(
+    store: Store, gpu: Gpu, toolchain: Toolchain, workload: Workload, options: Options
+) -> int:
+    run_id = store.start_run(
+        gpu,
+        toolchain,
+        seed=options.seed,
+        effort=options.effort.name,
+        budget_s=options.budget_s,
+        argv=list(options.argv),
+        protocol=PROTOCOL,
+    )
+    for problem, weight in workload.problems:
+        store.add_problem(run_id, problem, weight)
+    return run_id
+
+
+def _result(
+    lab: Lab,
+    db: Path,
+    run_id: int,
+    toolchain: Toolchain,
+    decisions: Sequence[Decision],
+    undecided: Sequence[tuple[Problem, str]],
+) -> TuneResult:
+    """Raises SearchError or BudgetError where nothing at all was decided."""
+    if not decisions and undecided:
+        if lab.limit.over:
+            raise BudgetError(
+                "the budget ended before any candidate was checked and timed; no winner was stored"
+            )
+        raise SearchError(f"no winner was stored: {undecided[0][1]}")
+    return TuneResult(
+        gpu=lab.gpu,
+        toolchain=toolchain,
+        db=db,
+        run_id=run_id,
+        decisions=tuple(decisions),
+        undecided=tuple(undecided),
+        trials=lab.journal.trials,
+        reused=lab.journal.reused,
+        seconds=lab.limit.elapsed_s,
+    )

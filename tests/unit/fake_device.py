@@ -1,0 +1,128 @@
+"""A device and a compiler without a GPU: times are a function of the config, faults are planted."""
+
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from zlib import crc32
+
+from autoflash.accuracy import Verdict
+from autoflash.bench import Timing
+from autoflash.child import Failure
+from autoflash.gpu import known
+from autoflash.records import Clocks, Resources
+from autoflash.toolchain import Toolchain
+from autoflash.tune import Machine
+from autoflash.worker import Deadlines
+
+GPU = known("NVIDIA_H200")
+TOOLCHAIN = Toolchain(driver="fake", cuda="13.0", torch="2.11", triton="3.6")
+CLOCKS = Clocks(sm_clock_mhz=1980, power_w=650.0)
+SHORT = Deadlines(compile_s=20.0, check_s=2.0, time_s=2.0, prepare_s=10.0)
+
+
+def time_us(problem, config):
+    """A fixed time between 100 and 200 microseconds."""
+    return 100 + crc32(f"{problem}{config}".encode()) % 10_000 / 100
+
+
+class FakeDevice:
+    """`faults` says what each config does wrong: wrong, out_of_bounds, hang, abort, raise."""
+
+    def __init__(self, faults: Mapping = {}, times: Mapping = {}) -> None:
+        self._faults, self._times = dict(faults), dict(times)
+        self._problem = None
+        self._broken = False
+        self._armed = set()
+        self._calls = 0
+
+    def hello(self):
+        return GPU, TOOLCHAIN
+
+    def check(self, problem, config, seed):
+        self._meet(config, "check")
+        return Verdict("", 0.5, 0.5, 1e-7)
+
+    def prepare(self, problem, seed):
+        self._problem = problem
+        self._armed.clear()
+
+    def screen(self, config, samples, cap_us, give_up_us):
+        self._meet(config, "screen")
+        us = self._us(config)
+        if us > give_up_us:
+            return Timing((us,), CLOCKS, dropped=True)
+        return Timing(tuple(us + 0.01 * i for i in range(samples)), CLOCKS)
+
+    def check_full(self, config, seed):
+        assert self._problem is not None
+        self._meet(config, "check_full")
+        return Verdict("", 0.6, 0.6, 1e-7)
+
+    def arm(self, config, cap_us):
+        self._armed.add(config)
+
+    def sample(self, config):
+        assert config in self._armed
+        self._meet(config, "sample")
+        self._calls += 1
+        drift = 1 + 0.02 * (self._calls % 5)  # the clock drifts, for all alike
+        return self._us(config) * drift, False
+
+    def disarm(self):
+        self._armed.clear()
+        return CLOCKS
+
+    def eager(self, config, calls, cap_us):
+        return Timing((self._us(config) + 20.0,), CLOCKS)
+
+    def _us(self, config):
+        return self._times.get(config) or time_us(self._problem, config)
+
+    def _meet(self, config, where):
+        if self._broken:
+            raise Failure("runtime", "an illegal memory access was encountered", fatal=True)
+        fault, _, only = self._faults.get(config, "").partition("@")
+        if not fault or where != (only or "check"):
+            return
+        if fault == "wrong":
+            raise Failure("correctness", "out is off by 3 row RMS")
+        if fault == "raise":
+            raise Failure("runtime", "RuntimeError: planted")
+        if fault == "out_of_bounds":
+            self._broken = True  # as CUDA: the context is lost, and says so
+            raise Failure("runtime", "an illegal memory access was encountered", fatal=True)
+        if fault == "hang":
+            time.sleep(1000)
+        if fault == "abort":
+            os.abort()
+        raise AssertionError(f"no such fault: {fault}")
+
+
+class FakeCompiler:
+    """`faults`: error, hang, abort, spills, big (more shared memory than there is)."""
+
+    def __init__(self, faults: Mapping = {}) -> None:
+        self._faults = dict(faults)
+
+    def compile(self, problems, config, gpu):
+        fault = self._faults.get(config, "")
+        if fault == "error":
+            raise Failure("compile", "attend.py.jinja: cannot take 16 rows")
+        if fault == "hang":
+            time.sleep(1000)
+        if fault == "abort":
+            os.abort()
+        spills = 4096 if fault == "spills" else 0
+        smem = 10**6 if fault == "big" else 49152
+        return Resources(96, spills, smem, 1, 0)
+
+
+def machine(faults=None, times=None, compile_faults=None, deadlines=SHORT) -> Machine:
+    """A machine whose one GPU is a fake."""
+    return Machine(
+        device=partial(FakeDevice, faults or {}, times or {}),
+        compiler=partial(FakeCompiler, compile_faults or {}),
+        deadlines=deadlines,
+        compile_processes=2,
+    )
