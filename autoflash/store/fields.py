@@ -65,8 +65,8 @@ def _checked(name: str, value: Any, kind: type, optional: bool) -> Plain:
     if kind is bool and type(value) in (bool, int) and value in (0, 1):
         return bool(value)
     if not isinstance(value, bool):
-        if kind is int and isinstance(value, Integral):
-            return int(value)
+        if kind is int and isinstance(value, Integral) and -(2**63) <= value < 2**63:
+            return int(value)  # sqlite's integers have 64 bits
         if kind is float and isinstance(value, Real) and not math.isnan(value):
             return float(value) + 0.0  # -0.0 becomes 0.0, as sqlite would store it
     raise ValueError(f"{name} is {value!r}, not {kind.__name__}")

@@ -40,9 +40,11 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             conn.execute("PRAGMA synchronous=NORMAL")
             # this pragma ignores the busy timeout
             _when_free(lambda: conn.execute("PRAGMA journal_mode=WAL").fetchall())
-            with transaction(conn):  # also finds out whether the file can be written at all
+            with transaction(conn):
                 _refuse_stranger(conn, path)
                 MIGRATIONS.apply(Database(conn, execute_plugins=False))
+                # BEGIN IMMEDIATE only reads a read-only file; this finds out now, not hours later
+                conn.execute("DELETE FROM runs WHERE false")
         except BaseException:
             conn.close()
             raise
@@ -54,9 +56,9 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     _refuse_folder(path)
     if not path.is_file():
         raise StoreError(f"{path}: there is no such database")
-    wal = path.with_name(path.name + "-wal")
-    # reading a WAL database needs a -shm file beside it, or the word that nobody writes
-    immutable = not os.access(path.parent, os.W_OK)
+    shm, wal = (path.with_name(path.name + end) for end in ("-shm", "-wal"))
+    # reading in WAL mode needs a -shm file, there or to be made, or the word that nobody writes
+    immutable = not shm.is_file() and not os.access(path.parent, os.W_OK)
     if immutable and wal.is_file() and wal.stat().st_size:
         warnings.warn(
             f"{path}: its folder cannot be written, so what is still in {wal.name} is not seen",
@@ -119,11 +121,12 @@ def _refuse_folder(path: Path) -> None:
 def _refuse_stranger(conn: sqlite3.Connection, path: Path) -> None:
     """Raises StoreError if this is another program's database or a newer autoflash's."""
     db = Database(conn, execute_plugins=False)
+    tables = db.table_names()  # looked at first: another process may be making ours right now
     applied = {migration.name for migration in MIGRATIONS.applied(db)}
     newer = sorted(applied - known_migrations())
     if newer:
         raise StoreError(f"{path}: written by a newer autoflash, which knows {newer[0]}")
-    if not applied and db.table_names():
+    if tables and not applied:
         raise StoreError(f"{path}: is a database, but not one of autoflash")
 
 
