@@ -1,0 +1,41 @@
+# `make tune` and `make test` do everything on a fresh machine, with a GPU and without one.
+
+PYTHON ?= python3
+JOBS ?= 2
+RUN := .venv/bin/python
+WORKLOAD ?= examples/quickstart.yaml
+
+.PHONY: tune test test-gpu lint golden clean environment environment-dev
+
+# Tune a small workload, export the module, and check it against torch's SDPA.
+tune: environment
+	mkdir -p out
+	.venv/bin/autoflash tune $(WORKLOAD) --db out/tune.db
+	.venv/bin/autoflash export --db out/tune.db --allow-predicted -o out/attention_dispatch.py
+	$(RUN) examples/check_against_sdpa.py out/attention_dispatch.py $(WORKLOAD)
+
+# The whole CPU suite. A process either compiles kernels or interprets them, so it takes two.
+test: environment-dev
+	$(RUN) -m pytest -n $(JOBS) -m "not gpu" --ignore tests/interpret
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/interpret
+
+test-gpu: environment-dev
+	$(RUN) -m pytest -m gpu tests
+
+lint: environment-dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/pyright --pythonpath $(RUN)
+
+# Rewrite the rendered kernels that tests/golden holds; the diff is reviewed as code.
+golden: environment-dev
+	AUTOFLASH_REWRITE_GOLDENS=1 $(RUN) -m pytest tests/compile/test_goldens.py -k reviewed
+
+clean:
+	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis
+
+environment:
+	@$(PYTHON) tools/environment.py
+
+environment-dev:
+	@$(PYTHON) tools/environment.py dev
