@@ -30,16 +30,15 @@ def to_plain(record: Any, finite: bool = True) -> dict[str, Plain]:
 
     NaN is never accepted (SQLite would store NULL), infinity only where `finite` is False.
     """
-    values = {}
-    for name, (kind, optional) in plain_fields(type(record)).items():
-        value = _checked(name, getattr(record, name), kind, optional)
-        if finite and isinstance(value, float) and math.isinf(value):
-            raise ValueError(f"{name} is {value}")
-        values[name] = value
-    return values
+    return {
+        name: _checked(name, getattr(record, name), kind, optional, finite)
+        for name, (kind, optional) in plain_fields(type(record)).items()
+    }
 
 
-def from_plain(record_type: type, values: Mapping[str, Any], **others: Any) -> Any:
+def from_plain(
+    record_type: type, values: Mapping[str, Any], *, finite: bool = True, **others: Any
+) -> Any:
     """A `record_type` of the plain `values` and of the `others` that are not plain.
 
     Raises ValueError naming the field that is missing, unknown or of the wrong type.
@@ -52,11 +51,19 @@ def from_plain(record_type: type, values: Mapping[str, Any], **others: Any) -> A
         has_default = field.default is not dataclasses.MISSING
         if field.name in known and field.name not in values and not has_default:
             raise ValueError(f"{field.name} is missing")
-    checked = {name: _checked(name, value, *known[name]) for name, value in values.items()}
+    checked = {name: _checked(name, value, *known[name], finite) for name, value in values.items()}
     return record_type(**checked, **others)
 
 
-def _checked(name: str, value: Any, kind: type, optional: bool) -> Plain:
+def number(name: str, value: Any, finite: bool = True) -> float:
+    """`value` as a float. Raises ValueError unless it is a number, and a finite one if so asked."""
+    numeric = isinstance(value, Real) and not isinstance(value, bool) and _fits(value)
+    if numeric and (math.isfinite(value) or not (finite or math.isnan(value))):
+        return float(value) + 0.0  # -0.0 becomes 0.0, as sqlite would store it
+    raise ValueError(f"{name} is {value!r}, not a {'finite ' if finite else ''}number")
+
+
+def _checked(name: str, value: Any, kind: type, optional: bool, finite: bool) -> Plain:
     if value is None and optional:
         return None
     if kind is str and isinstance(value, str):
@@ -64,9 +71,13 @@ def _checked(name: str, value: Any, kind: type, optional: bool) -> Plain:
         return value.encode("utf-8", "backslashreplace").decode()
     if kind is bool and type(value) in (bool, int) and value in (0, 1):
         return bool(value)
-    if not isinstance(value, bool):
-        if kind is int and isinstance(value, Integral) and -(2**63) <= value < 2**63:
-            return int(value)  # sqlite's integers have 64 bits
-        if kind is float and isinstance(value, Real) and not math.isnan(value):
-            return float(value) + 0.0  # -0.0 becomes 0.0, as sqlite would store it
+    if kind is float:
+        return number(name, value, finite)
+    if kind is int and isinstance(value, Integral) and not isinstance(value, bool) and _fits(value):
+        return int(value)
     raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
+
+
+def _fits(value: Any) -> bool:
+    """Whether a number is no integer beyond the 64 bits that sqlite has for one."""
+    return not isinstance(value, Integral) or -(2**63) <= int(value) < 2**63

@@ -6,16 +6,17 @@ from typing import Any
 
 from autoflash.config import Config
 from autoflash.families import FAMILIES
+from autoflash.store.fields import number
 
 Timed = tuple[Config, float]
 
 
-def read_config(family: str, knobs: Any) -> Config:
+def read_config(family: Any, knobs: Any) -> Config:
     """The Config of these knobs. Raises ValueError for knobs the family lacks or that are missing.
 
     Whether their values are valid for a problem is for the family's predicate to say.
     """
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"no family is called {family!r}")
     if not isinstance(knobs, dict):
         raise ValueError(f"knobs are {knobs!r}, not an object")
@@ -41,15 +42,15 @@ def read_config_object(value: Any) -> Config:
 
 
 def timed_object(timed: Timed) -> dict[str, Any]:
-    return {**config_object(timed[0]), "us": float(timed[1])}
+    return {**config_object(timed[0]), "us": number("us", timed[1])}
 
 
 def read_timed_object(value: Any) -> Timed:
     """The config and time of `{"family": ..., "knobs": {...}, "us": ...}`. Raises ValueError."""
-    if not isinstance(value, dict) or not isinstance(value.get("us"), int | float):
+    if not isinstance(value, dict) or "us" not in value:
         raise ValueError(f"a timed config is {value!r}")
     rest = {name: part for name, part in value.items() if name != "us"}
-    return read_config_object(rest), float(value["us"])
+    return read_config_object(rest), number("us", value["us"])
 
 
 def objects(value: Any) -> list[Any]:

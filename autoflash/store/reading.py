@@ -96,6 +96,7 @@ def _read_trial(row: Row) -> Trial:
     return from_plain(
         Trial,
         _fields_of(Trial, row),
+        finite=False,
         problem=from_plain(Problem, _fields_of(Problem, row)),
         config=read_config(row["family"], _json(row["knobs_json"])),
         resources=from_plain(Resources, _fields_of(Resources, row)),

@@ -154,8 +154,8 @@ def test_an_error_that_is_not_a_number_is_kept_as_infinite(store):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"median_us": "7"}, "median_us is '7', not float"),
-        ({"median_us": float("nan")}, "median_us is nan, not float"),
+        ({"median_us": "7"}, "median_us is '7', not a number"),
+        ({"median_us": float("nan")}, "median_us is nan, not a number"),
         ({"samples": 90.5}, "samples is 90.5, not int"),
         ({"error": 90.5}, "error is 90.5, not str"),
         ({"samples": True}, "samples is True, not int"),
