@@ -142,7 +142,7 @@ def _compiled(
 ) -> tuple[list[Any], int]:
     """The compiled kernels of the problem's plan and the bytes of its workspaces."""
     _compile_only(gpu)
-    rendered, module = _loaded(family_of(config.family).variant(problem))
+    rendered, module = _loaded(family_of(config.family).variant(problem), gpu.arch)
     inputs = make_inputs(problem, device="meta", poison=False, wide_rows=wide_rows)
     out, lse = new_outputs(inputs)
     plan = plan_of(module, inputs, out, lse if with_lse else None, gpu, config)
@@ -156,7 +156,11 @@ def _compiled(
 
 
 @cache
-def _loaded(variant: Variant) -> tuple[Rendered, ModuleType]:
+def _loaded(variant: Variant, arch: str) -> tuple[Rendered, ModuleType]:
+    """The variant's text and a module of it for this `arch` alone.
+
+    A kernel object remembers what it compiled by device number, whatever the target was.
+    """
     rendered = render(variant)
     return rendered, load(rendered)
 
