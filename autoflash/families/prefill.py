@@ -76,8 +76,9 @@ def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     # a tensor-core product of one warp has 16 rows; more warps can only divide wide heads
     if not fma_products and block_d < 256 and block_m < 16 * num_warps:
         return f"{num_warps} warps have no 16 rows each in BLOCK_M {block_m}"
-    if fma_products and config["LOAD"] == "descriptor":
-        return "fp32 products of tiles from descriptors spill"
+    warpgroups = prefill_warpgroup_products(problem, gpu)
+    if config["LOAD"] == "descriptor" and not warpgroups:
+        return "tiles from descriptors spill unless whole warpgroups multiply them"
     live = block_m * (block_d + block_n) // (num_warps * WARP_SIZE[gpu.vendor])
     limit = MAX_LIVE_FMA if fma_products else MAX_LIVE
     if live > limit:
@@ -89,7 +90,7 @@ def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         if block // 2 >= max(seqlen, USUAL_TILE):
             return f"half of {name} {block} lies past the {seqlen} tokens"
     # 32 columns are slow there, and triton miscompiled such products (issues 10573, 11366)
-    if prefill_warpgroup_products(problem, gpu) and block_n < USUAL_TILE and block_d < 256:
+    if warpgroups and block_n < USUAL_TILE and block_d < 256:
         return f"BLOCK_N {block_n} is too narrow for the products of {gpu.arch}"
     return None
 

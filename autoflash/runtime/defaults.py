@@ -9,7 +9,7 @@ from .problem import Problem
 from .validity import (
     DECODE_GROUP_BATCH,
     decode_block_d,
-    decode_block_m,
+    decode_is_wide,
     decode_refusal,
     decode_smem_bytes,
     prefill_fma_products,
@@ -31,8 +31,8 @@ PREFILL_WARP_DEFAULTS = {
 }
 PREFILL_FMA_DEFAULTS = {
     64: ((32, 32, 4, 2, "pointer"),),
-    128: ((16, 16, 4, 2, "pointer"),),
-    256: ((16, 16, 4, 2, "pointer"),),
+    128: ((32, 16, 8, 2, "pointer"),),
+    256: ((32, 16, 8, 2, "pointer"), (16, 16, 4, 2, "pointer")),
 }
 PREFILL_SMALLEST = ((64, 32, 4, 1, "pointer"), (16, 16, 4, 1, "pointer"))
 
@@ -67,6 +67,11 @@ DECODE_DEFAULTS = (
     (0, 16, 4, 1),
 )
 DECODE_WIDE_DEFAULTS = ((0, 64, 8, 2), (0, 32, 8, 2), (0, 16, 8, 2), (0, 16, 8, 1))
+DECODE_FP32_DEFAULTS = {
+    64: DECODE_WIDE_DEFAULTS,
+    128: DECODE_WIDE_DEFAULTS,
+    256: DECODE_WIDE_DEFAULTS[1:],  # without tensor cores, 64 keys of 256 channels spill
+}
 DECODE_REGISTERS = {64: 128, 128: 168, 256: 255}  # per thread, by channels of a tile; as compiled
 
 
@@ -74,7 +79,9 @@ def decode_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     """Knobs that decode_refusal accepts wherever the problem is served."""
     balanced = problem.lengths == "ragged" and 1 < problem.batch <= DECODE_GROUP_BATCH
     names = ("SWAP", "BLOCK_N", "num_warps", "num_stages")
-    wide = decode_block_m(problem) > 32 or problem.dtype == "fp32"
+    by_preference = DECODE_WIDE_DEFAULTS if decode_is_wide(problem) else DECODE_DEFAULTS
+    if problem.dtype == "fp32":
+        by_preference = DECODE_FP32_DEFAULTS[max(64, decode_block_d(problem))]
     choices: list[dict[str, int | str]] = [
         dict(
             zip(names, values, strict=True),
@@ -82,7 +89,7 @@ def decode_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
             DEPENDENT_LAUNCH=int(gpu.capability >= 90),
             COMBINE_WARPS=4,
         )
-        for values in (DECODE_WIDE_DEFAULTS if wide else DECODE_DEFAULTS)
+        for values in by_preference
     ]
     valid = (knobs for knobs in choices if decode_refusal(problem, knobs, gpu) is None)
     knobs = next(valid, choices[-1])

@@ -1,0 +1,69 @@
+"""The prefill family's bound of shared memory and its defaults, against what is compiled."""
+
+import pytest
+
+from autoflash.config import Config
+from autoflash.families.prefill import FAMILY
+from autoflash.gpu import KNOWN, known
+from autoflash.kernel import compile_candidate
+from autoflash.problem import Problem
+from autoflash.runtime.validity import prefill_smem_bytes
+
+TARGETS = {gpu.arch: gpu for gpu in KNOWN.values()} | {"sm_90": known("NVIDIA H200")}
+
+
+def problem(dtype: str, head_dim: int, causal: bool = True) -> Problem:
+    return Problem("prefill", dtype, 2, 8, 2, head_dim, 512, 512, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim"),
+    [
+        ("sm_80", "bf16", 256),
+        ("sm_86", "bf16", 64),
+        ("sm_86", "bf16", 160),
+        ("sm_90", "bf16", 64),
+        ("sm_90", "bf16", 256),
+        ("sm_90", "fp32", 128),
+        ("sm_100", "bf16", 256),
+        ("sm_120", "fp32", 256),
+        ("gfx942", "bf16", 256),
+        ("gfx942", "fp32", 256),
+    ],
+)
+def test_the_default_fits_its_bound_and_hardly_spills(arch: str, dtype: str, head_dim: int) -> None:
+    gpu, p = TARGETS[arch], problem(dtype, head_dim)
+    config = FAMILY.default(p, gpu)
+    resources = compile_candidate(p, config, gpu)
+    bound = prefill_smem_bytes(p, config.as_dict(), gpu)
+    assert resources.smem_bytes <= bound <= gpu.smem_per_block
+    assert resources.spill_bytes <= FAMILY.max_spills
+
+
+# (arch, dtype, head_dim, BLOCK_M, BLOCK_N, num_warps, num_stages, LOAD): every branch of the bound
+BOUNDED = [
+    ("sm_80", "bf16", 64, 128, 128, 8, 3, "pointer"),
+    ("sm_80", "bf16", 128, 64, 64, 4, 1, "pointer"),
+    ("sm_80", "bf16", 128, 64, 32, 4, 3, "pointer"),
+    ("sm_86", "fp32", 64, 32, 32, 4, 2, "pointer"),
+    ("sm_90", "bf16", 128, 128, 64, 8, 3, "pointer"),
+    ("sm_90", "bf16", 128, 128, 128, 8, 2, "descriptor"),
+    ("sm_90", "bf16", 64, 128, 128, 8, 1, "descriptor"),
+    ("sm_100", "bf16", 128, 128, 64, 8, 1, "pointer"),
+    ("sm_120", "bf16", 64, 64, 128, 4, 2, "descriptor"),
+    ("gfx942", "bf16", 128, 64, 64, 4, 2, "pointer"),
+    ("gfx942", "bf16", 64, 128, 128, 8, 1, "pointer"),
+    ("gfx942", "fp32", 64, 32, 32, 4, 2, "pointer"),
+]
+
+
+@pytest.mark.parametrize("case", BOUNDED, ids=str)
+def test_the_bound_of_shared_memory_holds_and_is_near(case: tuple) -> None:
+    arch, dtype, head_dim, *values = case
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
+    knobs = dict(zip(names, values, strict=True), HEAD_GROUP_MIB=4)
+    gpu, p = TARGETS[arch], problem(dtype, head_dim, causal=False)
+    compiled = compile_candidate(p, Config.of("prefill", knobs), gpu).smem_bytes
+    bound = prefill_smem_bytes(p, knobs, gpu)
+    # near enough that no config is refused which would leave a stage of keys free
+    assert compiled <= bound <= 1.5 * compiled
