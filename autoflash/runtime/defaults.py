@@ -100,6 +100,8 @@ def decode_programs_per_sm(problem: Problem, knobs: Mapping[str, Any], gpu: Any)
     """Programs that an SM holds at once, at most 8."""
     threads = int(knobs["num_warps"]) * (32 if gpu.vendor == "nvidia" else 64)
     registers = DECODE_REGISTERS[max(64, decode_block_d(problem))]
+    if decode_is_wide(problem) or problem.dtype == "fp32":
+        registers = 255
     reserved = 1024  # bytes of shared memory the driver keeps for each program
     fits = min(
         gpu.smem_per_sm // (decode_smem_bytes(problem, knobs, gpu) + reserved),

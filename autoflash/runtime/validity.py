@@ -132,7 +132,12 @@ def decode_block_d(problem: Problem) -> int:
 def decode_block_m(problem: Problem) -> int:
     """Query heads of a tile, as plan() of the rendered text pads them."""
     group = 1 << (problem.group_size - 1).bit_length()
-    return max(16, min(group, 128, 8192 // decode_block_d(problem)))
+    return max(16, min(group, 128, 16384 // (decode_block_d(problem) * problem.dtype_bytes)))
+
+
+def decode_is_wide(problem: Problem) -> bool:
+    """Whether the result of a tile is so large that eight warps must share it."""
+    return decode_block_m(problem) * decode_block_d(problem) > 4096
 
 
 def decode_ring_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
@@ -141,9 +146,9 @@ def decode_ring_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> i
     A product of sm_90's warp groups reads its tile from shared memory, others from registers: their
     last stage takes no room in the ring.
     """
-    wide_rows = decode_block_m(problem) >= 64 and knobs["num_warps"] >= 4
-    warp_group = gpu.capability >= 90 and (knobs["SWAP"] or wide_rows)
-    stages = knobs["num_stages"] - (0 if warp_group else 1)
+    warp_group_rows = decode_block_m(problem) >= 64 and knobs["num_warps"] >= 4
+    warp_group = gpu.capability >= 90 and (knobs["SWAP"] or warp_group_rows)
+    stages = knobs["num_stages"] - (0 if warp_group and problem.dtype != "fp32" else 1)
     tile = knobs["BLOCK_N"] * decode_block_d(problem) * problem.kv_dtype_bytes
     return 2 * tile * max(1, stages)
 

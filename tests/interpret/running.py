@@ -1,4 +1,4 @@
-"""Running a config on inputs in the interpreter, with every output and workspace full of NaN."""
+"""Running a config on inputs: every output and workspace is full of NaN before."""
 
 import torch
 
@@ -12,6 +12,7 @@ from autoflash.runtime.launch import run_plan
 from autoflash.runtime.load import load_text
 
 NAN = float("nan")
+DEFAULT_GPU = gpus.known(gpus.DEFAULT_TARGET)
 
 
 def run(
@@ -21,8 +22,12 @@ def run(
     softmax_scale: float | None = None,
     out: torch.Tensor | None = None,
     with_lse: bool = True,
+    gpu: gpus.Gpu = DEFAULT_GPU,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`out` and `lse` of the config's kernels on the inputs; `out` is written where given."""
+    """`out` and `lse` of the config's kernels on the inputs; `out` is written where given.
+
+    `gpu` says how many SMs a plan spreads its programs over.
+    """
     rendered = render(family_of(config.family).variant(inputs.problem))
     module = load_text(f"{rendered.name}.py", rendered.text)
     own_out, lse = new_outputs(inputs)
@@ -33,7 +38,7 @@ def run(
             inputs,
             out,
             lse if with_lse else None,
-            gpus.known(gpus.DEFAULT_TARGET),
+            gpu,
             config,
             softmax_scale,
             workspace_fill=NAN,

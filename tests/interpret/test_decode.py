@@ -1,0 +1,396 @@
+"""Decode in the interpreter: the contract at small shapes, for both schedules and both products."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from running import run
+
+from autoflash import gpu as gpus
+from autoflash.accuracy import Budget
+from autoflash.config import Config
+from autoflash.inputs import POISON_PAGE, Inputs, make_inputs
+from autoflash.problem import Problem
+
+H200 = gpus.known("NVIDIA_H200")
+NAN = float("nan")
+
+
+def config(schedule: str = "split", swap: int = 0, block_n: int = 32) -> Config:
+    knobs = {
+        "SCHEDULE": schedule,
+        "SWAP": swap,
+        "BLOCK_N": block_n,
+        "num_warps": 4,
+        "num_stages": 2,
+        "PROGRAMS_PER_SM": 1,
+        "DEPENDENT_LAUNCH": 0,
+        "COMBINE_WARPS": 4,
+    }
+    return Config.of("decode", knobs)
+
+
+every_config = pytest.mark.parametrize(
+    "config",
+    [config(schedule, swap) for schedule in ("split", "group") for swap in (0, 1)],
+    ids=["split", "split-swapped", "group", "group-swapped"],
+)
+each_choice = pytest.mark.parametrize(  # each schedule once, each product once
+    "config", [config("split", 0), config("group", 1)], ids=["split", "group-swapped"]
+)
+
+
+def problem(
+    batch: int,
+    num_heads: int = 3,
+    num_kv_heads: int = 1,
+    head_dim: int = 16,
+    seqlen_k: int = 100,
+    **fields: object,
+) -> Problem:
+    return Problem(
+        op="decode",
+        dtype=str(fields.pop("dtype", "fp16")),
+        batch=batch,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        seqlen_q=1,
+        seqlen_k=seqlen_k,
+        **fields,
+    )
+
+
+def decode(
+    inputs: Inputs, config: Config, splits: int = 2, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`out` and `lse` with the keys cut in `splits`; for the group schedule, the whole batch's."""
+    p = inputs.problem
+    sequences = p.batch if config["SCHEDULE"] == "split" else 1
+    gpu = replace(H200, num_sms=splits * p.num_kv_heads * sequences)
+    return run(inputs, config, gpu=gpu, **options)
+
+
+def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def check(inputs: Inputs, config: Config, splits: int = 2, **options: float) -> None:
+    verdict = Budget(inputs, **options).judge(*decode(inputs, config, splits, **options))
+    assert verdict.correct, verdict.reason
+
+
+@every_config
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_ragged_pages_match_the_reference(config: Config, dtype: str) -> None:
+    p = problem(5, dtype=dtype, page_size=16)
+    check(make_inputs(p, lengths=[100, 1, 0, 37, 64]), config)
+
+
+@each_choice
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_both_cache_layouts_match_the_reference(
+    config: Config, kv_layout: str, page_size: int
+) -> None:
+    p = problem(3, 4, 2, kv_layout=kv_layout, page_size=page_size)
+    check(make_inputs(p, lengths=[33, 100, 2]), config, splits=3)
+
+
+@each_choice
+@pytest.mark.parametrize("fill", [NAN, float("inf")])
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+def test_dead_slots_change_no_bit(config: Config, fill: float, page_size: int) -> None:
+    p = problem(4, 2, 2, seqlen_k=128, page_size=page_size)
+    poisoned = make_inputs(p, lengths=[32, 64, 96, 48])
+    clean, filled = (
+        replace(
+            poisoned,
+            k=poisoned.k.nan_to_num(nan=value, posinf=value),
+            v=poisoned.v.nan_to_num(nan=value, posinf=value),
+        )
+        for value in (0.0, fill)
+    )
+    assert same_bits(decode(clean, config), decode(filled, config))
+
+
+@every_config
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_dead_table_entries_change_no_bit(config: Config, index_dtype: torch.dtype) -> None:
+    p = problem(3, seqlen_k=257, page_size=64)
+    inputs = make_inputs(p, lengths=[257, 64, 1])
+    assert inputs.block_table is not None and inputs.block_table.shape == (3, 5)
+    dead_page = torch.full_like(inputs.k[:1], NAN)
+    inputs = replace(inputs, k=torch.cat([inputs.k, dead_page]), v=torch.cat([inputs.v, dead_page]))
+    results = [
+        decode(replace(inputs, block_table=table.to(index_dtype)), replace_block_n(config, 128))
+        for table in (
+            inputs.block_table,
+            inputs.block_table.where(inputs.block_table != POISON_PAGE, -1),
+            inputs.block_table.where(inputs.block_table != POISON_PAGE, len(inputs.k) - 1),
+        )
+    ]
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+    check(inputs, config)
+
+
+def replace_block_n(config: Config, block_n: int) -> Config:
+    return Config.of("decode", {**config.as_dict(), "BLOCK_N": block_n})
+
+
+@every_config
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_sequence_without_keys_is_zero_and_its_lse_minus_infinity(
+    config: Config, page_size: int
+) -> None:
+    p = problem(3, head_dim=64, page_size=page_size)
+    inputs = make_inputs(p, lengths=[1, 0, 3])
+    out, lse = decode(inputs, config)
+    assert (out[1] == 0).all() and (lse[1] == float("-inf")).all()
+    check(inputs, config)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 8, 16, 32])
+@each_choice
+def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(
+    config: Config, splits: int
+) -> None:
+    p = problem(7, 2, seqlen_k=520, page_size=16)
+    inputs = make_inputs(p, lengths=[0, 1, 2, 5, 64, 65, 520])
+    check(inputs, replace_block_n(config, 16), splits)
+
+
+@each_choice
+def test_out_is_the_same_without_lse(config: Config) -> None:
+    inputs = make_inputs(problem(2, page_size=16), lengths=[100, 40])
+    with_lse, _ = decode(inputs, config)
+    without, lse = decode(inputs, config, with_lse=False)
+    assert lse is None and torch.equal(with_lse, without)
+
+
+@each_choice
+@pytest.mark.parametrize("heads", [(28, 4), (6, 1), (15, 5), (9, 3), (71, 1)])
+def test_any_group_size_is_right_and_heads_do_not_mix(
+    config: Config, heads: tuple[int, int]
+) -> None:
+    p = problem(2, *heads, seqlen_k=150, page_size=16)
+    inputs = make_inputs(p, lengths=[17, 150])
+    config = replace_block_n(config, 128)
+    result = decode(inputs, config)
+    verdict = Budget(inputs).judge(*result)
+    assert verdict.correct, verdict.reason
+
+    changed = inputs.q.clone()
+    changed[:, :, 2] += 1.0
+    out, lse = decode(replace(inputs, q=changed), config)
+    others = torch.arange(p.num_heads) != 2
+    assert torch.equal(out[:, :, others], result[0][:, :, others])
+    assert torch.equal(lse[:, others], result[1][:, others])
+    assert not torch.equal(lse[:, 2], result[1][:, 2])
+
+
+@each_choice
+def test_a_group_too_wide_for_one_tile_takes_several(config: Config) -> None:
+    p = problem(2, 40, 1, head_dim=256, page_size=16)  # 32 rows of 256 channels fit
+    check(make_inputs(p, lengths=[100, 33]), config, splits=4)
+
+
+@pytest.mark.parametrize("schedule", ["split", "group"])
+@pytest.mark.parametrize("block_n", [16, 64])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 48, 480])
+def test_any_page_size_gives_the_bits_of_the_contiguous_cache(
+    page_size: int, block_n: int, schedule: str
+) -> None:
+    lengths = [1, 47, 48, 49, 96, 500]
+    p = problem(6, 4, 2, seqlen_k=500, page_size=page_size)
+    paged = make_inputs(p, lengths=lengths)
+    contiguous = gathered(paged)
+    chosen = config(schedule, block_n=block_n)
+    result = decode(paged, chosen)
+    assert same_bits(result, decode(contiguous, chosen))
+    verdict = Budget(contiguous).judge(*result)
+    assert verdict.correct, verdict.reason
+
+
+def gathered(paged: Inputs) -> Inputs:
+    """The same sequences in a contiguous cache whose dead slots are NaN."""
+    p = replace(paged.problem, page_size=0)
+    k, v = (
+        torch.full((p.batch, p.seqlen_k, p.num_kv_heads, p.head_dim), NAN, dtype=paged.k.dtype)
+        for _ in range(2)
+    )
+    for b in range(p.batch):
+        _, k_b, v_b = paged.sequence(b)
+        k[b, : k_b.shape[1]] = k_b.transpose(0, 1)
+        v[b, : v_b.shape[1]] = v_b.transpose(0, 1)
+    return Inputs(p, paged.q, k, v, paged.cache_seqlens, None)
+
+
+@each_choice
+def test_strided_caches_tables_and_lengths_give_the_bits_of_contiguous_ones(
+    config: Config,
+) -> None:
+    p = problem(2, 4, 2, seqlen_k=60, page_size=16)
+    inputs = make_inputs(p, lengths=[60, 21])
+    assert inputs.block_table is not None and inputs.cache_seqlens is not None
+    plain = decode(inputs, config)
+
+    pages = len(inputs.k)
+    interleaved = torch.full((pages, 2, 16, 2, 16), NAN, dtype=inputs.k.dtype)
+    interleaved[:, 0], interleaved[:, 1] = inputs.k, inputs.v
+    heads_first = inputs.v.transpose(1, 2).contiguous().transpose(1, 2)  # hnd, seen as nhd
+    tokens_outermost = inputs.k.transpose(0, 1).contiguous().transpose(0, 1)
+    wide_table = torch.full((2, 9), POISON_PAGE, dtype=torch.int32)
+    wide_table[:, 3:7] = inputs.block_table
+    spread = torch.full((2, 3), 2**30, dtype=torch.int64)
+    spread[:, 1] = inputs.cache_seqlens
+
+    for strided in (
+        replace(inputs, k=interleaved[:, 0], v=interleaved[:, 1]),
+        replace(inputs, v=heads_first),
+        replace(inputs, k=tokens_outermost),
+        replace(inputs, block_table=wide_table[:, 3:7]),
+        replace(inputs, cache_seqlens=spread[:, 1]),
+    ):
+        assert same_bits(decode(strided, config), plain)
+
+
+@each_choice
+def test_strided_queries_and_outputs_give_the_bits_of_contiguous_ones(config: Config) -> None:
+    p = problem(3, seqlen_k=62)
+    inputs = make_inputs(p, lengths=[62, 30, 5])
+    plain = decode(inputs, config)
+    heads_outermost = inputs.q.transpose(0, 2).contiguous().transpose(0, 2)
+    shifted = torch.full((inputs.q.numel() + 1,), NAN, dtype=inputs.q.dtype)[1:]
+    shifted = shifted.view_as(inputs.q).copy_(inputs.q)
+    out = torch.full((3, 3, 1, 24), NAN, dtype=inputs.q.dtype).permute(1, 2, 0, 3)[..., :16]
+    for q in (heads_outermost, shifted):
+        assert same_bits(decode(replace(inputs, q=q), config), plain)
+    assert same_bits(decode(inputs, config, out=out), plain)
+
+
+@each_choice
+def test_one_cache_expanded_over_the_batch_is_read_where_it_is(config: Config) -> None:
+    p = problem(3, seqlen_k=62)
+    inputs = make_inputs(p, lengths=[62, 62, 62])
+    k, v = (t[:1].expand_as(t) for t in (inputs.k, inputs.v))
+    expanded = decode(replace(inputs, k=k, v=v), config)
+    copied = decode(replace(inputs, k=k.contiguous(), v=v.contiguous()), config)
+    assert same_bits(expanded, copied)
+
+
+@each_choice
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_scores_far_from_zero_keep_their_softmax(config: Config, sign: float) -> None:
+    p = problem(2, 8, 1, head_dim=128, seqlen_k=37, dtype="bf16", page_size=16)
+    inputs = make_inputs(p, lengths=[37, 36], poison=False)
+    inputs.q[..., 0], inputs.k[..., 0] = 448.0, 544.0 * sign
+    check(inputs, config)
+
+
+@each_choice
+def test_scores_beyond_the_range_of_fp16_are_summed_in_fp32(config: Config) -> None:
+    p = problem(1, 4, 1, head_dim=128, seqlen_k=37)
+    inputs = make_inputs(p, poison=False)
+    inputs.q.add_(200.0), inputs.k.add_(200.0)
+    check(inputs, config)
+
+
+@each_choice
+@pytest.mark.parametrize("head_dim", [16, 40, 72, 80, 96, 160, 192, 256])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_any_head_dim_is_right_and_its_neighbours_are_not_read(
+    config: Config, head_dim: int, page_size: int
+) -> None:
+    p = problem(2, 4, 2, head_dim, seqlen_k=40, page_size=page_size)
+    check(make_inputs(p, lengths=[40, 33], wide_rows=True), config)
+
+
+@each_choice
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("splits", [1, 8])
+def test_zero_keys_make_lse_the_log_of_their_number(
+    config: Config, page_size: int, splits: int
+) -> None:
+    p = problem(4, head_dim=16, seqlen_k=300, dtype="fp32", page_size=page_size)
+    lengths = [300, 1, 77, 128]
+    inputs = make_inputs(p, lengths=lengths)
+    inputs.k.mul_(0.0)
+    _, lse = decode(inputs, config, splits)
+    assert lse.dtype == torch.float32
+    expected = torch.tensor([math.log(n) for n in lengths])[:, None, None].expand_as(lse)
+    torch.testing.assert_close(lse, expected, rtol=2**-20, atol=2**-20)
+
+
+@each_choice
+def test_two_halves_merged_by_lse_are_the_whole(config: Config) -> None:
+    p = problem(1, seqlen_k=90, dtype="fp32")
+    inputs = make_inputs(p)
+    parts = [
+        decode(
+            Inputs(
+                replace(p, seqlen_k=last - first),
+                inputs.q,
+                inputs.k[:, first:last],
+                inputs.v[:, first:last],
+                torch.tensor([last - first]),
+            ),
+            config,
+        )
+        for first, last in ((0, 60), (60, 90))
+    ]
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(o * (s - lse).exp().transpose(1, 2)[..., None] for o, s in parts)
+    verdict = Budget(inputs).judge(out, lse)
+    assert verdict.correct, verdict.reason
+
+
+@pytest.mark.parametrize("swap", [0, 1])
+def test_a_sequence_alone_has_the_bits_it_has_in_a_batch(swap: int) -> None:
+    p = problem(4, page_size=16)
+    inputs = make_inputs(p, lengths=[100, 7, 0, 65])
+    assert inputs.block_table is not None and inputs.cache_seqlens is not None
+    out, lse = decode(inputs, config(swap=swap), splits=3)
+    for b in range(4):
+        alone = Inputs(
+            replace(p, batch=1),
+            inputs.q[b : b + 1],
+            inputs.k,
+            inputs.v,
+            inputs.cache_seqlens[b : b + 1],
+            inputs.block_table[b : b + 1],
+        )
+        result = decode(alone, config(swap=swap), splits=3)
+        assert same_bits(result, (out[b : b + 1], lse[b : b + 1]))
+
+
+@each_choice
+def test_the_order_of_pages_in_the_cache_changes_no_bit(config: Config) -> None:
+    inputs = make_inputs(problem(3, page_size=16), lengths=[100, 50, 16])
+    assert inputs.block_table is not None
+    reversed_table = len(inputs.k) - 1 - inputs.block_table
+    table = reversed_table.where(inputs.block_table != POISON_PAGE, -1)
+    reversed_ = replace(inputs, k=inputs.k.flip(0), v=inputs.v.flip(0), block_table=table)
+    assert same_bits(decode(inputs, config), decode(reversed_, config))
+
+
+@each_choice
+def test_lengths_beyond_the_stated_maximum_are_right(config: Config) -> None:
+    p = problem(2, seqlen_k=16, page_size=16)
+    check(make_inputs(p, lengths=[100, 70]), config)
+
+
+@pytest.mark.parametrize("batch", [8, 9])
+@pytest.mark.parametrize("shares", [1, 3, 64])
+def test_the_group_schedule_shares_tiles_of_any_batch(batch: int, shares: int) -> None:
+    p = problem(batch, 1, page_size=16)
+    lengths = [100, 0, 0, 33, 1, 64, 0, 17, 90][:batch]
+    check(make_inputs(p, lengths=lengths), config("group"), shares)
+
+
+@each_choice
+def test_the_softmax_scale_is_the_one_given(config: Config) -> None:
+    p = problem(2, page_size=16)
+    check(make_inputs(p, lengths=[100, 40]), config, softmax_scale=0.5)
