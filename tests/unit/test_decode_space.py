@@ -1,0 +1,159 @@
+"""The decode family's predicate and default: valid everywhere it serves, and refusals explain."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoflash import gpu as gpus
+from autoflash.config import Config, grid
+from autoflash.families.decode import FAMILY
+from autoflash.families.family import space
+from autoflash.gpu import KIB, Gpu
+from autoflash.problem import Problem
+from autoflash.runtime.validity import decode_refusal
+
+H200 = gpus.known("NVIDIA_H200")
+A10 = gpus.known("NVIDIA_A10")
+
+
+def problem(**changed: int | str | bool) -> Problem:
+    fields = {"op": "decode", "dtype": "bf16", "batch": 64, "num_heads": 32, "num_kv_heads": 8}
+    fields |= {"head_dim": 128, "seqlen_q": 1, "seqlen_k": 4096, "page_size": 16}
+    return Problem(**(fields | changed))  # pyright: ignore[reportArgumentType]
+
+
+problems = st.builds(
+    lambda group_size, num_kv_heads, **fields: problem(
+        num_heads=group_size * num_kv_heads, num_kv_heads=num_kv_heads, **fields
+    ),
+    group_size=st.sampled_from([1, 4, 7, 16, 40, 71, 200]),
+    num_kv_heads=st.sampled_from([1, 2, 8, 128]),
+    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+    batch=st.integers(1, 100_000),
+    head_dim=st.integers(2, 32).map(lambda n: 8 * n),
+    seqlen_k=st.integers(0, 2**20),
+    page_size=st.sampled_from([0, 1, 3, 16, 480]),
+    kv_layout=st.sampled_from(["nhd", "hnd"]),
+    lengths=st.sampled_from(["equal", "ragged"]),
+)
+any_gpu = st.builds(
+    lambda gpu, smem_kib: replace(gpu, smem_per_block=smem_kib * KIB),
+    st.sampled_from(sorted(gpus.KNOWN.values(), key=lambda gpu: gpu.name)),
+    st.integers(64, 227),
+)
+
+
+@given(problems, any_gpu)
+def test_the_default_is_valid_for_every_problem_on_every_gpu_of_64_kb_and_more(
+    any_problem: Problem, gpu: Gpu
+) -> None:
+    assert FAMILY.unsupported(any_problem, gpu) is None
+    assert FAMILY.refusal(any_problem, FAMILY.default(any_problem, gpu), gpu) is None
+
+
+@given(problems, any_gpu)
+@settings(max_examples=10, deadline=None)
+def test_every_refusal_says_why_and_what_is_wrong_at_run_time_is_no_candidate(
+    any_problem: Problem, gpu: Gpu
+) -> None:
+    candidates = 0
+    for config, reason in space(FAMILY, any_problem, gpu):
+        candidates += reason is None
+        assert reason is None or len(reason.split()) >= 4
+        if decode_refusal(any_problem, config.as_dict(), gpu):
+            assert reason
+    assert 1 <= candidates <= 200  # the search is exhaustive up to 200
+
+
+@given(problems, any_gpu)
+def test_the_default_is_one_of_the_configs_that_the_search_may_try(
+    any_problem: Problem, gpu: Gpu
+) -> None:
+    values = {knob.name: knob.values for knob in FAMILY.knobs}
+    default = FAMILY.default(any_problem, gpu).as_dict()
+    assert default.keys() == values.keys()
+    assert all(value in values[name] for name, value in default.items())
+
+
+def test_pages_of_128_channels_have_a_few_dozen_candidates_on_the_h200() -> None:
+    for batch, low, high in ((1, 25, 50), (64, 50, 80)):
+        reasons = [reason for _, reason in space(FAMILY, problem(batch=batch), H200)]
+        assert low <= reasons.count(None) <= high
+
+
+def test_the_best_known_configs_of_the_h200_are_candidates() -> None:
+    swapped = {"SWAP": 1, "BLOCK_N": 64, "num_warps": 4}
+    for head_dim, config in (
+        (128, {**swapped, "num_stages": 3, "PROGRAMS_PER_SM": 2}),
+        (128, {**swapped, "num_stages": 2, "PROGRAMS_PER_SM": 3}),
+        (128, {"SWAP": 0, "BLOCK_N": 32, "num_warps": 2, "num_stages": 4}),
+        (64, {**swapped, "num_stages": 3, "PROGRAMS_PER_SM": 4}),
+        (256, {**swapped, "num_stages": 3, "PROGRAMS_PER_SM": 1}),
+    ):
+        p = problem(head_dim=head_dim)
+        candidates = [c for c, no in space(FAMILY, p, H200) if no is None]
+        schedules = {c["SCHEDULE"] for c in candidates if config.items() <= c.as_dict().items()}
+        assert schedules == {"split", "group"}
+
+
+def test_ragged_batches_are_balanced_by_default_and_others_split() -> None:
+    for batch, lengths, schedule in (
+        (64, "ragged", "group"),
+        (64, "equal", "split"),
+        (1, "ragged", "split"),
+        (65_537, "ragged", "split"),
+    ):
+        default = FAMILY.default(problem(batch=batch, lengths=lengths), H200)
+        assert default["SCHEDULE"] == schedule
+
+
+PLAIN = {"SCHEDULE": "split", "SWAP": 0, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+REST = {"PROGRAMS_PER_SM": 1, "DEPENDENT_LAUNCH": 0, "COMBINE_WARPS": 4}
+
+
+@pytest.mark.parametrize(
+    ("changed", "gpu", "expected"),
+    [
+        ({"DEPENDENT_LAUNCH": 1}, A10, "dependent launch needs sm_90, this is sm_86"),
+        ({"SWAP": 1}, A10, "the swapped product is made for sm_90, this is sm_86"),
+        ({"SWAP": 1, "BLOCK_N": 32}, H200, "needs 64 keys, 64 channels and 4 warps"),
+        ({"num_stages": 4, "BLOCK_N": 128}, A10, "bytes of shared memory, a block of sm_86 has"),
+        ({"num_warps": 2}, A10, "a warp of a plain product works on 16 keys"),
+        ({"num_stages": 2}, A10, "two stages of a plain product leave one tile in flight"),
+        ({}, H200, "dependent launch is never slower where the GPU has it"),
+        ({"PROGRAMS_PER_SM": 8}, A10, "programs per SM are 1 or the 1 that fit"),
+    ],
+)
+def test_a_refusal_names_the_knob_and_the_limit(
+    changed: dict[str, int | str], gpu: Gpu, expected: str
+) -> None:
+    config = Config.of("decode", {**PLAIN, **REST, **changed})
+    assert config in set(grid(FAMILY.name, FAMILY.knobs))
+    assert expected in str(FAMILY.refusal(problem(), config, gpu))
+
+
+def test_the_group_schedule_is_for_batches_that_one_program_can_add_up() -> None:
+    group = {**PLAIN, **REST, "SCHEDULE": "group"}
+    for batch, valid in ((1024, True), (1025, False)):
+        assert (decode_refusal(problem(batch=batch), group, A10) is None) is valid
+    one = FAMILY.refusal(problem(batch=1), Config.of("decode", group), A10)
+    assert one == "one sequence needs no group schedule"
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"seqlen_q": 4}, "seqlen_q 4 is not served yet, 1 is"),
+        ({"head_dim_v": 64}, "head_dim_v 64 is not head_dim 128"),
+        ({"kv_dtype": "fp16"}, "kv_dtype fp16 and out_dtype bf16 are not both dtype bf16"),
+        ({"batch_invariant": True}, "batch_invariant is not served yet"),
+    ],
+)
+def test_what_is_not_served_yet_is_refused_by_name(
+    changed: dict[str, int | str | bool], expected: str
+) -> None:
+    assert expected in str(FAMILY.unsupported(problem(**changed), H200))
+    knobs = FAMILY.default(problem(), H200).as_dict()
+    assert expected in str(decode_refusal(problem(**changed), knobs, H200))
