@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from autoflash import gpu as gpus
 from autoflash.accuracy import Budget
 from autoflash.config import Config
-from autoflash.families.prefill import FAMILY
+from autoflash.families.prefill import FAMILY, heads_per_group
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.kernel import load, new_outputs, plan_of
 from autoflash.problem import Problem
@@ -262,6 +262,19 @@ def test_every_tile_runs_once_however_heads_are_grouped(causal: bool) -> None:
     assert out.isfinite().all()
     assert torch.equal(out, expected_out)
     assert lse is not None and expected_lse is not None and torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (7, 7)])
+@pytest.mark.parametrize("seqlen_k", [0, 100, 3000, 60_000])
+def test_the_family_groups_heads_as_the_plan_does(
+    seqlen_k: int, num_heads: int, num_kv_heads: int
+) -> None:
+    p = problem(130, seqlen_k, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128)
+    inputs = make_inputs(p, device="meta")
+    for mib in (1, 4, 24):
+        kernel, _, arguments, _ = launch_of(inputs, config(HEAD_GROUP_MIB=mib))
+        given = dict(zip(kernel.arg_names, arguments, strict=True))
+        assert given["heads_per_group"] == heads_per_group(p, mib)
 
 
 def test_more_than_65535_heads_are_one_dimension_of_the_grid() -> None:
