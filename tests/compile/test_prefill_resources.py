@@ -1,11 +1,13 @@
 """The prefill family's bound of shared memory and its defaults, against what is compiled."""
 
+from dataclasses import replace
+
 import pytest
 
 from autoflash.config import Config
 from autoflash.families.prefill import FAMILY
 from autoflash.gpu import KNOWN, known
-from autoflash.kernel import compile_candidate
+from autoflash.kernel import _compiled, compile_candidate
 from autoflash.problem import Problem
 from autoflash.runtime.validity import prefill_smem_bytes
 
@@ -67,3 +69,28 @@ def test_the_bound_of_shared_memory_holds_and_is_near(case: tuple) -> None:
     bound = prefill_smem_bytes(p, knobs, gpu)
     # near enough that no config is refused which would leave a stage of keys free
     assert compiled <= bound <= 1.5 * compiled
+
+
+def test_fp32_inputs_are_multiplied_as_fp32() -> None:
+    gpu, p = known("NVIDIA H200"), problem("fp32", 64)
+    (kernel,), _ = _compiled(p, FAMILY.default(p, gpu), gpu, with_lse=True, wide_rows=False)
+    assert "fma.rn.f32" in kernel.asm["ptx"]
+    assert "tf32" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("load", ["pointer", "descriptor"])
+def test_lengths_and_head_counts_do_not_compile_another_kernel(load: str) -> None:
+    gpu, p = known("NVIDIA H200"), problem("bf16", 64)
+    config = Config.of("prefill", FAMILY.default(p, gpu).as_dict() | {"LOAD": load})
+    shapes = [
+        {},
+        {"seqlen_q": 1, "seqlen_k": 1},
+        {"seqlen_q": 17, "seqlen_k": 1000},
+        {"num_kv_heads": 1},
+        {"batch": 1, "num_heads": 7, "num_kv_heads": 7},
+    ]
+    kernels = [
+        _compiled(replace(p, **shape), config, gpu, with_lse=True, wide_rows=False)[0][0]
+        for shape in shapes
+    ]
+    assert len({kernel.hash for kernel in kernels}) == 1
