@@ -17,6 +17,7 @@ from autoflash.cli.query import query
 from autoflash.cli.render import render
 from autoflash.cli.schema import schema
 from autoflash.cli.space import space
+from autoflash.cli.tune import tune
 from autoflash.errors import AutoflashError
 from autoflash.runtime.problem import ProblemError
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-for command in (export, query, render, space, schema, doctor):
+for command in (tune, export, query, render, space, schema, doctor):
     app.command()(command)
 app.add_typer(db.app, name="db")
 

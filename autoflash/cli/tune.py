@@ -1,0 +1,101 @@
+"""`autoflash tune`: search the problems of a workload, or predict for a GPU that is not here."""
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.options import AsJson, print_json
+from autoflash.cli.table import print_table
+
+if TYPE_CHECKING:
+    from autoflash.records import Decision
+
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def budget_seconds(text: str) -> float:
+    """The seconds of `90s`, `10m` or `1.5h`. Raises typer.BadParameter for anything else."""
+    given = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
+    seconds = float(given[1]) * SECONDS[given[2]] if given else 0.0
+    if seconds <= 0:
+        raise typer.BadParameter(f"{text!r} is not a positive time such as 90s, 10m or 1h")
+    return seconds
+
+
+def tune(
+    workload: Annotated[Path, typer.Argument(metavar="WORKLOAD", help="A YAML file.")],
+    db: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The database, else $AUTOFLASH_DB, else yours."),
+    ] = None,
+    gpu: Annotated[int, typer.Option(metavar="INDEX", min=0, help="Which GPU of several.")] = 0,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only predict, for a known GPU; without one, for H200."),
+    ] = None,
+    effort: Annotated[
+        Literal["quick", "standard", "max"], typer.Option(help="How much is tried and how often.")
+    ] = "standard",
+    budget: Annotated[
+        float | None,
+        typer.Option(parser=budget_seconds, metavar="TIME", help="A hard limit: 90s, 10m, 1h."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of inputs, samples and orders.")] = 0,
+    strategy: Annotated[
+        Literal["auto", "exhaustive", "random"], typer.Option(help="Which candidates are tried.")
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest correct kernel config for every problem of a workload.
+
+    Every trial is stored once it is made: stopped and run again, it goes on from there. Without a
+    GPU it compiles, checks in an interpreter and predicts, and says so.
+    """
+    from autoflash.problem import title
+    from autoflash.tune import tune as tuned
+    from autoflash.workload import load_workload
+
+    with store_warnings_told():
+        result = tuned(
+            load_workload(workload),
+            db=db,
+            gpu_index=gpu,
+            target=target,
+            effort=effort,
+            budget_s=budget,
+            seed=seed,
+            strategy=strategy,
+            argv=sys.argv[1:],
+        )
+    for problem, why in result.undecided:
+        notice(f"undecided: {title(problem)}: {why}")
+    notice(
+        f"{len(result.decisions)} problems decided by {result.trials} trials and {result.reused} "
+        f"earlier ones in {result.seconds:.0f} s, in {result.db}"
+    )
+    decisions = [_as_object(decision) for decision in result.decisions]
+    if as_json:
+        undecided = [{"problem": title(p), "reason": why} for p, why in result.undecided]
+        about = {"gpu": result.gpu.name, "db": str(result.db), "run_id": result.run_id}
+        print_json({**about, "decisions": decisions, "undecided": undecided})
+    elif decisions:
+        print_table(list(decisions[0]), [list(each.values()) for each in decisions])
+
+
+def _as_object(decision: "Decision") -> dict[str, Any]:
+    """A decision for people and scripts. What is predicted has no times."""
+    from autoflash.problem import title
+
+    measured = decision.source == "measured"
+    return {
+        "problem": title(decision.problem),
+        "winner": str(decision.winner),
+        "winner_us": decision.winner_us if measured else None,
+        "default_us": decision.default_us if measured else None,
+        "margin_percent": round(100 * decision.margin, 2) if measured else None,
+        "source": decision.source,
+    }
