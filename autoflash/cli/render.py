@@ -2,8 +2,6 @@
 
 import difflib
 import sys
-from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,26 +46,13 @@ def render(
 def _switched(op: str, causal: bool, paged: bool, family: str | None) -> "Variant":
     """The variant of the family, or of the first family of the op, with these switches."""
     from autoflash.errors import UnsupportedError
-    from autoflash.families import FAMILIES, family_of
+    from autoflash.families import FAMILIES, family_of, sample
     from autoflash.gpu import DEFAULT_TARGET, known
-    from autoflash.problem import Problem
 
     chosen = family_of(family or next(each.name for each in FAMILIES.values() if each.op == op))
-    if chosen.op != op:
-        raise UnsupportedError(f"family {chosen.name} computes {chosen.op}, not {op}")
-    problem = Problem(  # its shape plays no part in the variant
-        op=op,
-        dtype="bf16",
-        batch=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        seqlen_q=1,
-        seqlen_k=64,
-        causal=causal,
-        page_size=16 if paged else 0,
-    )
-    if (reason := chosen.unsupported(problem, known(DEFAULT_TARGET))) is not None:
+    problem = sample(op, causal, paged)
+    reason = chosen.unsupported(problem, known(DEFAULT_TARGET))
+    if reason:
         raise UnsupportedError(f"family {chosen.name}: {reason}")
     return chosen.variant(problem)
 
@@ -75,15 +60,11 @@ def _switched(op: str, causal: bool, paged: bool, family: str | None) -> "Varian
 def _named(name: str) -> "Variant":
     """The variant of this name. Raises UnsupportedError naming the nearest one, or all."""
     from autoflash.errors import UnsupportedError
-    from autoflash.families import FAMILIES
+    from autoflash.families import FAMILIES, variants
 
-    variants = {}
-    for family, causal, paged in product(FAMILIES.values(), (False, True), (False, True)):
-        with suppress(UnsupportedError):  # not every family knows every switch
-            variant = _switched(family.op, causal, paged, family.name)
-            variants[variant.name] = variant
-    if name not in variants:
-        near = difflib.get_close_matches(name, variants, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(variants))}"
+    every = {k: v for family in FAMILIES.values() for k, v in variants(family).items()}
+    if name not in every:
+        near = difflib.get_close_matches(name, every, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(every))}"
         raise UnsupportedError(f"no variant is called {name}; {hint}")
-    return variants[name]
+    return every[name]

@@ -3,11 +3,20 @@
 from autoflash.config import Config
 from autoflash.errors import UnsupportedError
 from autoflash.families import decode, prefill
-from autoflash.families.family import Family, space
+from autoflash.families.family import Family, sample, space, variants
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
 
-__all__ = ["FAMILIES", "Family", "family_of", "serving", "space", "why_refused"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "family_of",
+    "sample",
+    "serving",
+    "space",
+    "variants",
+    "why_refused",
+]
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (prefill.FAMILY, decode.FAMILY)}
 

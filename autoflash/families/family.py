@@ -1,10 +1,11 @@
-"""Family: the record each kernel family fills in, and the space of candidates it spans."""
+"""Family: the record each kernel family fills in, the candidates and the texts it spans."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from autoflash.config import Config, Knob, grid
-from autoflash.gpu import Gpu
+from autoflash.gpu import DEFAULT_TARGET, Gpu, known
 from autoflash.problem import Problem, Variant
 
 
@@ -35,3 +36,26 @@ def space(family: Family, problem: Problem, gpu: Gpu) -> Iterator[tuple[Config, 
     """Every config of the family's grid with the reason it is refused, None for a candidate."""
     for config in grid(family.name, family.knobs):
         yield config, family.refusal(problem, config, gpu)
+
+
+def sample(op: str, causal: bool = False, paged: bool = False) -> Problem:
+    """A small problem with these switches, for asking what does not depend on its shape."""
+    return Problem(
+        op=op,
+        dtype="bf16",
+        batch=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        seqlen_q=1,
+        seqlen_k=64,
+        causal=causal,
+        page_size=16 if paged else 0,
+    )
+
+
+def variants(family: Family) -> dict[str, Variant]:
+    """Every text of the family by its name: one for each setting of the switches it serves."""
+    samples = [sample(family.op, *switches) for switches in product((False, True), repeat=2)]
+    served = [each for each in samples if family.unsupported(each, known(DEFAULT_TARGET)) is None]
+    return {variant.name: variant for variant in map(family.variant, served)}

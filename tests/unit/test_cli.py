@@ -179,7 +179,7 @@ def test_an_unknown_variant_is_answered_with_the_nearest(monkeypatch, capsys):
 
 def test_a_family_of_another_op_is_refused(monkeypatch, capsys):
     assert run(monkeypatch, "render", "--op", "decode", "--family", "prefill") == 1
-    assert capsys.readouterr().err == "error: family prefill computes prefill, not decode\n"
+    assert capsys.readouterr().err == "error: family prefill: serves prefill, not decode\n"
 
 
 def test_space_accounts_for_every_config_of_the_family(monkeypatch, capsys):
