@@ -5,7 +5,7 @@ JOBS ?= 2
 RUN := .venv/bin/python
 WORKLOAD ?= examples/quickstart.yaml
 
-.PHONY: tune test test-gpu lint golden clean environment environment-dev
+.PHONY: tune test test-gpu lint golden docs clean environment environment-dev
 
 # Tune a small workload, export the module, and check it against torch's SDPA.
 tune: environment
@@ -30,6 +30,10 @@ lint: environment-dev
 # Rewrite the rendered kernels that tests/golden holds; the diff is reviewed as code.
 golden: environment-dev
 	AUTOFLASH_REWRITE_GOLDENS=1 $(RUN) -m pytest tests/compile/test_goldens.py -k reviewed
+
+# Write docs/cli.md from the commands.
+docs: environment-dev
+	$(RUN) tools/cli_reference.py
 
 clean:
 	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def render(
     op: Op = None,
     causal: Causal = False,
-    paged: Annotated[bool, typer.Option(help="A cache of pages behind a block table.")] = False,
+    paged: Annotated[
+        bool, typer.Option("--paged", help="A cache of pages behind a block table.")
+    ] = False,
     family: Annotated[
         str | None, typer.Option(metavar="NAME", help="The kernel family, else the portable one.")
     ] = None,
