@@ -148,7 +148,7 @@ def test_each_query_head_reads_the_kv_head_of_its_group_and_its_own_query(
 def test_head_dims_are_right_and_their_neighbours_in_wider_rows_are_not_read(
     head_dim: int, kind: str
 ) -> None:
-    plain = make_inputs(problem(33, 40, head_dim=head_dim))
+    plain = make_inputs(problem(33, 100, head_dim=head_dim))  # full tiles and a part
     wide = replace(plain, **{name: in_wider_rows(getattr(plain, name)) for name in "qkv"})
     assert_right(wide, config(LOAD=kind))
 
@@ -283,28 +283,33 @@ def test_more_than_65535_heads_are_one_dimension_of_the_grid() -> None:
     assert grid == (3 * 80_000,)
 
 
-@pytest.mark.parametrize("axis", ["batch", "heads", "tokens"])
+@pytest.mark.parametrize(
+    ("axis", "steps", "stride"),
+    [
+        ("batch", 9, 2**28),
+        ("heads", 9, 2**28),
+        ("tokens", 9, 2**28),  # within a tile
+        ("tokens", 65, 2**25),  # from tile to tile
+    ],
+)
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-def test_elements_beyond_two_to_the_31_are_addressed(name: str, axis: str, tmp_path: Path) -> None:
-    """With a stride of 2**28 elements the last of 9 steps is past what 32 bits can name."""
-    steps = {"batch": 1, "heads": 1, "tokens": 1} | {axis: 9}
-    plain = make_inputs(
-        problem(
-            steps["tokens"],
-            steps["tokens"],
-            batch=steps["batch"],
-            num_heads=steps["heads"],
-            num_kv_heads=steps["heads"],
-        )
-    )
+def test_elements_beyond_two_to_the_31_are_addressed(
+    name: str, axis: str, steps: int, stride: int, tmp_path: Path
+) -> None:
+    """The last step along the axis lies 2**31 elements on, which 32 bits cannot name."""
+    sizes = {"batch": 1, "heads": 1, "tokens": 3} | {axis: steps}
+    tokens, heads = sizes["tokens"], sizes["heads"]
+    p = problem(tokens, tokens, batch=sizes["batch"], num_heads=heads, num_kv_heads=heads)
+    plain = make_inputs(p)
     expected, _ = run(plain, config())
     # A sparse file of twice the reach, the tensor in its middle: a wrapped address is still ours.
-    reach = 9 * 2**28
+    reach = steps * stride
     file = str(tmp_path / "sparse")
     storage = torch.from_file(file, shared=True, size=2 * reach, dtype=torch.float16)
     tensor = expected if name == "out" else getattr(plain, name)
-    strides = [2**28 if size > 1 else 16 for size in tensor.shape[:3]]
-    far = storage.as_strided(tensor.shape, (*strides, 1), reach)
+    strides = [3 * 16, 16, 16, 1]
+    strides[("batch", "tokens", "heads").index(axis)] = stride
+    far = storage.as_strided(tensor.shape, strides, reach)
     if name == "out":
         out, _ = run(plain, config(), out=far)
     else:
