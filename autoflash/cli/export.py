@@ -77,11 +77,11 @@ def export(
 
 def _winners(databases: list[Path]) -> list["Winner"]:
     """The winners of the databases, or of the user's own if there is one, over the shipped ones."""
-    from autoflash.store import Store, default_path, shipped_winners
+    from autoflash.store import Store, shipped_winners, users_database
     from autoflash.store.overlay import overlay
 
-    if not databases and default_path().is_file():
-        databases = [default_path()]
+    if not databases and (own := users_database()):
+        databases = [own]
     layers = []
     with store_warnings_told():
         for path in databases:

@@ -123,12 +123,12 @@ def _trials(db: Path | None, gpu: str | None) -> "tuple[tuple[str, ...], list[Ro
 
 
 def _winners(db: Path | None, gpu: str | None) -> "tuple[tuple[str, ...], list[Row]]":
-    from autoflash.store import Store, default_path
+    from autoflash.store import Store, users_database
     from autoflash.store.foreign import here
     from autoflash.store.rows import WINNER_COLUMNS, winner_rows
 
-    if db is None and not default_path().exists():
-        notice(f"{default_path()} is not there yet: shipped winners only")
+    if db is None and users_database() is None:
+        notice("you have no database yet: shipped winners only")
         return WINNER_COLUMNS, list(winner_rows(None, here(gpu)))
     with Store.open(db, readonly=True) as store:
         return WINNER_COLUMNS, list(winner_rows(store, here(gpu)))

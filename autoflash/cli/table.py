@@ -11,9 +11,12 @@ def print_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     if sys.stdout.isatty():
         _draw(names, cells)
         return
-    numeric = [all(isinstance(row[i], int | float | None) for row in rows) for i in _places(names)]
-    widths = [max(len(row[i]) for row in [list(names), *cells]) for i in _places(names)]
-    for row in [list(names), *cells]:
+    lines = [list(names), *cells]
+    numeric = [
+        all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for row in lines:
         padded = (
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numeric, strict=True)
@@ -38,10 +41,6 @@ def print_rows_as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> No
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(names)
     writer.writerows(rows)
-
-
-def _places(names: Sequence[str]) -> range:
-    return range(len(names))
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,6 @@
 """The database: what was tried, what was decided, and the winners shipped with autoflash."""
 
-from autoflash.store.paths import default_path, tunedb_dir
+from autoflash.store.paths import default_path, tunedb_dir, users_database
 from autoflash.store.skipping import StoreWarning
 from autoflash.store.store import Store, load_winners, overlaid_winners, shipped_winners
 from autoflash.store.winners import dump_winners, read_winners
@@ -15,4 +15,5 @@ __all__ = [
     "read_winners",
     "shipped_winners",
     "tunedb_dir",
+    "users_database",
 ]

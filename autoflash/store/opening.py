@@ -26,12 +26,12 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     Raises StoreError for a file or folder that cannot be written, and for a file that is no
     database, is another program's, or was written by a newer autoflash.
     """
-    _refuse_folder(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"{path}: cannot make its folder: {error.strerror}") from None
     with told(path):
+        _refuse_folder(path)
         conn = sqlite3.connect(path.absolute(), timeout=BUSY_SECONDS, isolation_level=None)
         try:
             conn.execute("PRAGMA foreign_keys=ON")
@@ -53,22 +53,12 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """A read-only connection to the database at `path`. Raises StoreError as the writable one."""
-    _refuse_folder(path)
-    if not path.is_file():
-        raise StoreError(f"{path}: there is no such database")
-    shm, wal = (path.with_name(path.name + end) for end in ("-shm", "-wal"))
-    # reading in WAL mode needs a -shm file, there or to be made, or the word that nobody writes
-    immutable = not shm.is_file() and not os.access(path.parent, os.W_OK)
-    if immutable and wal.is_file() and wal.stat().st_size:
-        warnings.warn(
-            f"{path}: its folder cannot be written, so what is still in {wal.name} is not seen",
-            StoreWarning,
-            stacklevel=3,
-        )
     with told(path):
-        conn = sqlite3.connect(
-            readonly_uri(path, immutable), uri=True, timeout=BUSY_SECONDS, isolation_level=None
-        )
+        _refuse_folder(path)
+        if not path.is_file():
+            raise StoreError(f"{path}: there is no such database")
+        uri = readonly_uri(path, _must_be_immutable(path))
+        conn = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
         try:
             _when_free(lambda: _refuse_stranger(conn, path))
             if MIGRATIONS.pending(Database(conn, execute_plugins=False)):
@@ -111,6 +101,25 @@ def told(path: Path) -> Iterator[None]:
         raise
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{path}: {error}") from None
+    except PermissionError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
+
+
+def _must_be_immutable(path: Path) -> bool:
+    """Whether no -shm file, which reading in WAL mode needs, is beside or can be made.
+
+    Then sqlite needs the word that nobody writes, and sees nothing of a -wal file: a warning.
+    """
+    shm, wal = (path.with_name(path.name + end) for end in ("-shm", "-wal"))
+    if shm.is_file() or os.access(path.parent, os.W_OK):
+        return False
+    if wal.is_file() and wal.stat().st_size:
+        warnings.warn(
+            f"{path}: its folder cannot be written, so what is still in {wal.name} is not seen",
+            StoreWarning,
+            stacklevel=4,
+        )
+    return True
 
 
 def _refuse_folder(path: Path) -> None:

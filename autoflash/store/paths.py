@@ -22,6 +22,15 @@ def default_path() -> Path:
     return folder / "autoflash.db"
 
 
+def users_database() -> Path | None:
+    """The database at `default_path` if it is there and its folder may be looked into."""
+    try:
+        path = default_path()
+        return path if path.exists() else None
+    except (StoreError, PermissionError):
+        return None
+
+
 def tunedb_dir() -> Path:
     """The tunedb beside a checkout's pyproject.toml, else the one shipped in the package."""
     package = Path(__file__).resolve().parents[1]

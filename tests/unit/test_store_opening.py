@@ -11,7 +11,7 @@ import pytest
 from store_samples import decision, run, trial
 
 from autoflash.errors import StoreError
-from autoflash.store import Store, StoreWarning, default_path, opening
+from autoflash.store import Store, StoreWarning, default_path, opening, users_database
 
 NOBODY = 65534
 
@@ -82,6 +82,16 @@ def test_a_home_that_cannot_be_written_is_one_line(monkeypatch, plain_user):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/")
     assert refusal(default_path()) == "cannot make its folder: Permission denied"
+
+
+def test_a_home_that_cannot_be_looked_into_holds_no_database(monkeypatch, plain_user):
+    (plain_user / "autoflash.db").touch()
+    monkeypatch.setenv("AUTOFLASH_DB", str(plain_user / "autoflash.db"))
+    assert users_database() == plain_user / "autoflash.db"
+    plain_user.chmod(0)
+    assert users_database() is None
+    for readonly in (False, True):
+        assert refusal(plain_user / "autoflash.db", readonly) == "Permission denied"
 
 
 @pytest.mark.parametrize("name", ["a b.db", "Größe 数据.db", "what?mode=rw#x%20.db", ":memory:"])
