@@ -1,13 +1,14 @@
-"""What triton's interpreter gets wrong, mended: bf16 products, and scalars under numpy 2.4."""
+"""What triton's interpreter gets wrong, mended: bf16 products and rounding, numpy 2.4's scalars."""
 
 from __future__ import annotations
 
 
 def mend_interpreter() -> None:
-    """Make interpreted bf16 dots and scalar conversions right. Safe to call again.
+    """Make interpreted bf16 dots, roundings and scalar conversions right. Safe to call again.
 
     The interpreter keeps bf16 as raw 16-bit integers and multiplies those bits (triton issue
-    11584); numpy 2.4 no longer turns a one-element array into an int.
+    11584); it cuts fp32 to bf16 where every GPU rounds to nearest even; numpy 2.4 no longer turns
+    a one-element array into an int.
     """
     import numpy
     import triton.language
@@ -17,6 +18,7 @@ def mend_interpreter() -> None:
     if hasattr(builder, "autoflash_mended"):
         return
     plain_dot = builder.create_dot
+    plain_cast = builder.cast_impl
     plain_patch = interpreter._patch_lang_tensor
 
     def as_fp32(operand):  # noqa: ANN001, ANN202 - triton's own handle type is private
@@ -28,10 +30,21 @@ def mend_interpreter() -> None:
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):  # noqa: ANN001, ANN202
         return plain_dot(self, as_fp32(a), as_fp32(b), d, input_precision, max_num_imprecise_acc)
 
+    def cast_impl(self, source, kind):  # noqa: ANN001, ANN202
+        to_bf16 = kind.scalar == triton.language.bfloat16
+        if not to_bf16 or source.dtype.scalar != triton.language.float32:
+            return plain_cast(self, source, kind)
+        bits = source.data.view(numpy.uint32)
+        nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # a NaN keeps its top bits, and the quiet one of them
+        rounded = numpy.where(numpy.isnan(source.data), (bits >> 16) | 0x40, nearest_even)
+        return interpreter.TensorHandle(rounded.astype(numpy.uint16), kind.scalar)
+
     def patch_lang_tensor(tensor, scope):  # noqa: ANN001, ANN202
         plain_patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     builder.create_dot = create_dot
+    builder.cast_impl = cast_impl
     interpreter._patch_lang_tensor = patch_lang_tensor
     builder.autoflash_mended = True
