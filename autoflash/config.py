@@ -10,10 +10,14 @@ KnobValue = int | str
 
 @dataclass(frozen=True)
 class Knob:
-    """One tunable of a family and the values the search may give it, in order of preference."""
+    """One tunable of a family and the values the search may give it, in order of preference.
+
+    One that is not `compiled` only decides how the kernel is launched.
+    """
 
     name: str
     values: tuple[KnobValue, ...]
+    compiled: bool = True
 
 
 @dataclass(frozen=True, order=True)

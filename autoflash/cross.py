@@ -8,6 +8,7 @@ from statistics import median
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.entrants import Entrants, Lab
+from autoflash.families import why_refused
 from autoflash.records import Decision
 from autoflash.rounds import side_by_side
 from autoflash.worker import LimitReached
@@ -57,7 +58,7 @@ def _others(
         for config in finalists
         if config not in known
         and config not in entrants.failed
-        and entrants.valid(decision.problem, config)
+        and why_refused(decision.problem, config, lab.gpu) is None
     }
     ranked = sorted(valid, key=lambda config: (-winners[config], -finalists[config], config))
     return ranked[: lab.effort.cross_candidates]

@@ -9,6 +9,7 @@ from autoflash.accuracy import Verdict
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.effort import Effort, TimeLimit
+from autoflash.families import family_of, why_refused
 from autoflash.gpu import Gpu
 from autoflash.groups import Group, digest_of
 from autoflash.journal import Journal
@@ -41,6 +42,7 @@ class Entrants:
     def __init__(self, lab: Lab, group: Group) -> None:
         self._lab, self.group = lab, group
         self._futures: dict[Config, Future[Resources]] = {}
+        self._binaries: dict[Config, Future[Resources]] = {}
         self._verdicts: dict[Config, Verdict] = {}
         self.resources: dict[Config, Resources] = {}
         self.failed: dict[Config, Trial] = {}
@@ -58,24 +60,32 @@ class Entrants:
                 self.resources[config] = earlier[0].resources
                 self._verdicts[config] = _verdict_of(earlier[0])
             else:
-                problems = [p for p in self.group.problems if self.valid(p, config)]
-                self._futures[config] = self._lab.pool.submit(problems, config, self._lab.gpu)
+                self._futures[config] = self._compiling(config)
 
     def ready(self, configs: Sequence[Config], limit: TimeLimit) -> Iterator[Config]:
         """The configs as their compiling ends, those that need none first, until the limit."""
         self.ask(configs)
-        waiting: dict[Future[Resources], Config] = {}
+        waiting: dict[Future[Resources], list[Config]] = {}
         for config in configs:
             future = self._futures.get(config)
             if future is None or future.done():
                 yield config
             else:
-                waiting[future] = config
+                waiting.setdefault(future, []).append(config)
         while waiting and not limit.over:
             # a limit without end is no argument for wait()
             done, _ = wait(waiting, min(limit.left_s, 3600.0), FIRST_COMPLETED)
             for future in [f for f in waiting if f in done]:  # in the order of asking
-                yield waiting.pop(future)
+                yield from waiting.pop(future)
+
+    def _compiling(self, config: Config) -> Future[Resources]:
+        """The future of the config's binary, which configs with another launch share."""
+        binary = family_of(config.family).binary(config)
+        if binary not in self._binaries:
+            gpu = self._lab.gpu
+            problems = [p for p in self.group.problems if why_refused(p, config, gpu) is None]
+            self._binaries[binary] = self._lab.pool.submit(problems, config, gpu)
+        return self._binaries[binary]
 
     def compiled(self, problem: Problem, config: Config) -> bool:
         """Whether the config compiled and fits; a failure is recorded as a trial."""
@@ -146,11 +156,6 @@ class Entrants:
             return "the budget ended before a candidate was checked and timed"
         config, trial = next(iter(self.failed.items()))
         return f"every candidate failed, first {config}: {trial.status}: {trial.error}"
-
-    def valid(self, problem: Problem, config: Config) -> bool:
-        """Whether the config's family accepts it for the problem."""
-        family = next(f for f in self.group.families if f.name == config.family)
-        return family.refusal(problem, config, self._lab.gpu) is None
 
 
 def _verdict_of(trial: Trial) -> Verdict:

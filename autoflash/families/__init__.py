@@ -29,9 +29,9 @@ def family_of(name: str) -> Family:
 
 
 def why_refused(problem: Problem, config: Config, gpu: Gpu) -> str | None:
-    """Why a config from anywhere cannot serve the problem, or None; for rows others may have made.
+    """Why a config from anywhere cannot serve the problem, or None; slow ones can.
 
-    Asks the family's own predicate, once family and knobs are known ones.
+    Asks the family, once family and knobs are known ones.
     """
     family = FAMILIES.get(config.family)
     if family is None:
@@ -42,7 +42,7 @@ def why_refused(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     for knob in family.knobs:
         if type(config[knob.name]) is not type(knob.values[0]):
             return f"{knob.name} is {config[knob.name]!r}"
-    return family.unsupported(problem, gpu) or family.refusal(problem, config, gpu)
+    return family.unsupported(problem, gpu) or family.misfit(problem, config.as_dict(), gpu)
 
 
 def serving(problem: Problem, gpu: Gpu) -> list[Family]:

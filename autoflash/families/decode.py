@@ -30,7 +30,7 @@ KNOBS = (
     Knob("BLOCK_N", (64, 128, 32, 16)),
     Knob("num_warps", (4, 2, 8)),
     Knob("num_stages", (3, 2, 4)),
-    Knob("PROGRAMS_PER_SM", (1, 2, 3, 4, 5, 6, 7, 8)),
+    Knob("PROGRAMS_PER_SM", (1, 2, 3, 4, 5, 6, 7, 8), compiled=False),
     Knob("DEPENDENT_LAUNCH", (1, 0)),
     Knob("COMBINE_WARPS", (4, 2)),
 )
@@ -89,6 +89,7 @@ FAMILY = Family(
     knobs=KNOBS,
     variant=variant,
     unsupported=decode_unsupported,
+    misfit=decode_refusal,
     refusal=refusal,
     default=default,
 )

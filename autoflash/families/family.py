@@ -1,8 +1,9 @@
 """Family: the record each kernel family fills in, the candidates and the texts it spans."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from autoflash.config import Config, Knob, grid
 from autoflash.gpu import DEFAULT_TARGET, Gpu, known
@@ -14,8 +15,9 @@ class Family:
     """One way to compute an op. The functions are plain functions of the family's own file.
 
     `unsupported(problem, gpu)` says why the family cannot serve the problem, or None.
-    `refusal(problem, config, gpu)` is the one validity predicate: why the config cannot serve the
-    problem on the GPU, or None; search, store, export and tests all ask it.
+    `misfit(problem, knobs, gpu)` says why the knobs cannot serve the problem on the GPU, or None;
+    the exported module asks the same function for neighbouring shapes.
+    `refusal(problem, config, gpu)` says why the config is no candidate: a misfit, or too slow.
     `default(problem, gpu)` is a config that `refusal` accepts wherever the family is supported.
     `max_spills` is the bytes of register spills per thread above which a candidate is dropped.
     """
@@ -26,10 +28,16 @@ class Family:
     knobs: tuple[Knob, ...]
     variant: Callable[[Problem], Variant]
     unsupported: Callable[[Problem, Gpu], str | None]
+    misfit: Callable[[Problem, Mapping[str, Any], Gpu], str | None]
     refusal: Callable[[Problem, Config, Gpu], str | None]
     default: Callable[[Problem, Gpu], Config]
     max_spills: int = 64
     interpretable: bool = True
+
+    def binary(self, config: Config) -> Config:
+        """The config without the knobs that only decide the launch: equal ones compile to one."""
+        compiled = {knob.name for knob in self.knobs if knob.compiled}
+        return Config.of(self.name, {k: v for k, v in config.knobs if k in compiled})
 
 
 def space(family: Family, problem: Problem, gpu: Gpu) -> Iterator[tuple[Config, str | None]]:

@@ -19,7 +19,7 @@ PARTS = (
     "prefill/plan.py.jinja",
 )
 
-HEAD_GROUP_MIB = Knob("HEAD_GROUP_MIB", (4, 24, 1))
+HEAD_GROUP_MIB = Knob("HEAD_GROUP_MIB", (4, 24, 1), compiled=False)
 KNOBS = (
     Knob("BLOCK_M", (64, 128, 32, 16)),
     Knob("BLOCK_N", (64, 128, 32, 16)),
@@ -114,6 +114,7 @@ FAMILY = Family(
     knobs=KNOBS,
     variant=variant,
     unsupported=prefill_unsupported,
+    misfit=prefill_refusal,
     refusal=refusal,
     default=default,
     max_spills=256,  # head_dim 256 through pointers spills a little everywhere

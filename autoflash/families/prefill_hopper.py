@@ -39,7 +39,7 @@ KNOBS = (
     Knob("Q_IN_REGISTERS", (1, 0)),
     Knob("PING_PONG", (0, 1)),
     Knob("SPLIT_WAIT", (1, 0)),
-    Knob("HEAD_GROUP_MIB", (4, 24, 1, 48)),
+    Knob("HEAD_GROUP_MIB", (4, 24, 1, 48), compiled=False),
 )
 
 # By schedule: what was seen to pay, best first. A counter keeps more heads in flight.
@@ -137,6 +137,7 @@ FAMILY = Family(
     knobs=KNOBS,
     variant=variant,
     unsupported=prefill_hopper_unsupported,
+    misfit=prefill_hopper_refusal,
     refusal=refusal,
     default=default,
     interpretable=False,
