@@ -67,11 +67,7 @@ DECODE_DEFAULTS = (
     (0, 16, 4, 1),
 )
 DECODE_WIDE_DEFAULTS = ((0, 64, 8, 2), (0, 32, 8, 2), (0, 16, 8, 2), (0, 16, 8, 1))
-DECODE_FP32_DEFAULTS = {
-    64: DECODE_WIDE_DEFAULTS,
-    128: DECODE_WIDE_DEFAULTS,
-    256: DECODE_WIDE_DEFAULTS[1:],  # without tensor cores, 64 keys of 256 channels spill
-}
+DECODE_FP32_DEFAULTS = DECODE_WIDE_DEFAULTS[1:]  # without tensor cores, 64 keys may spill
 DECODE_REGISTERS = {64: 128, 128: 168, 256: 255}  # per thread, by channels of a tile; as compiled
 
 
@@ -81,7 +77,7 @@ def decode_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     names = ("SWAP", "BLOCK_N", "num_warps", "num_stages")
     by_preference = DECODE_WIDE_DEFAULTS if decode_is_wide(problem) else DECODE_DEFAULTS
     if problem.dtype == "fp32":
-        by_preference = DECODE_FP32_DEFAULTS[max(64, decode_block_d(problem))]
+        by_preference = DECODE_FP32_DEFAULTS
     choices: list[dict[str, int | str]] = [
         dict(
             zip(names, values, strict=True),

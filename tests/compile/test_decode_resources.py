@@ -1,0 +1,78 @@
+"""The decode family's bound of shared memory, and the spills of its best configs, as compiled."""
+
+import pytest
+
+from autoflash.config import Config
+from autoflash.families.decode import FAMILY
+from autoflash.gpu import KNOWN, known
+from autoflash.kernel import compile_candidate
+from autoflash.problem import Problem
+from autoflash.runtime.validity import decode_refusal, decode_smem_bytes
+
+TARGETS = {gpu.arch: gpu for gpu in KNOWN.values()} | {"sm_90": known("NVIDIA H200")}
+NAMES = ("SCHEDULE", "SWAP", "BLOCK_N", "num_warps", "num_stages")
+
+
+def problem(dtype: str, head_dim: int, num_heads: int = 8, **fields: str) -> Problem:
+    return Problem("decode", dtype, 8, num_heads, 1, head_dim, 1, 512, page_size=16, **fields)
+
+
+def config(arch: str, *values: int | str) -> Config:
+    rest = {"PROGRAMS_PER_SM": 1, "DEPENDENT_LAUNCH": int(TARGETS[arch].capability >= 90)}
+    return Config.of("decode", dict(zip(NAMES, values, strict=True), **rest, COMBINE_WARPS=4))
+
+
+# (arch, dtype, head_dim, num_heads of one KV head, knobs): every branch of the bound
+BOUNDED = [
+    ("sm_80", "bf16", 128, 8, "split", 0, 32, 2, 4),
+    ("sm_86", "bf16", 64, 71, "group", 0, 64, 8, 2),
+    ("sm_90", "bf16", 128, 8, "group", 1, 128, 4, 2),
+    ("sm_90", "bf16", 64, 71, "split", 0, 64, 8, 3),
+    ("sm_90", "bf16", 64, 71, "split", 0, 16, 8, 2),
+    ("sm_90", "bf16", 64, 8, "group", 0, 64, 4, 1),
+    ("sm_90", "fp32", 64, 71, "group", 0, 32, 8, 2),
+    ("sm_100", "bf16", 128, 71, "split", 0, 64, 8, 2),
+    ("gfx942", "bf16", 128, 8, "group", 0, 32, 4, 3),
+    ("gfx942", "bf16", 16, 71, "split", 0, 128, 8, 2),
+]
+
+
+@pytest.mark.parametrize("case", BOUNDED, ids=str)
+def test_the_bound_of_shared_memory_holds_and_is_near(case: tuple) -> None:
+    arch, dtype, head_dim, num_heads, *values = case
+    gpu, p, chosen = TARGETS[arch], problem(dtype, head_dim, num_heads), config(arch, *values)
+    compiled = compile_candidate(p, chosen, gpu).smem_bytes
+    bound = decode_smem_bytes(p, chosen.as_dict(), gpu)
+    assert compiled <= bound < 2 * compiled
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("schedule", ["split", "group"])
+def test_the_swapped_product_does_not_spill_on_the_h200(head_dim: int, schedule: str) -> None:
+    gpu, chosen = TARGETS["sm_90"], config("sm_90", schedule, 1, 64, 4, 3)
+    p = Problem("decode", "bf16", 8, 32, 8, head_dim, 1, 512, page_size=16)
+    assert decode_refusal(p, chosen.as_dict(), gpu) is None
+    assert compile_candidate(p, chosen, gpu).spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "num_heads"),
+    [
+        ("sm_80", "bf16", 128, 64),
+        ("sm_86", "fp32", 256, 4),
+        ("sm_86", "bf16", 256, 71),
+        ("sm_90", "fp32", 128, 32),
+        ("sm_90", "bf16", 256, 32),
+        ("sm_100", "fp32", 64, 71),
+        ("sm_120", "bf16", 256, 4),
+        ("gfx942", "fp32", 256, 4),
+        ("gfx942", "bf16", 128, 71),
+    ],
+)
+def test_the_default_of_wide_groups_and_types_fits_and_hardly_spills(
+    arch: str, dtype: str, head_dim: int, num_heads: int
+) -> None:
+    gpu, p = TARGETS[arch], problem(dtype, head_dim, num_heads, lengths="ragged")
+    resources = compile_candidate(p, FAMILY.default(p, gpu), gpu)
+    assert resources.smem_bytes <= gpu.smem_per_block
+    assert resources.spill_bytes <= FAMILY.max_spills
