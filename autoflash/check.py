@@ -45,7 +45,7 @@ class Case:
 def cases_of(problem: Problem) -> tuple[Case, ...]:
     """Small problems whose kernels and masks are those of `problem`.
 
-    Their lengths end inside a tile, differ between queries and keys, leave rows without a visible
+    Their lengths end inside a tile or with one, differ between queries and keys, leave rows without a visible
     key and, in decode, are 0 and 1 too; one case has strides of wider rows.
     """
     kv_heads = min(problem.num_kv_heads, 2)
@@ -53,6 +53,7 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
     if problem.op == "prefill":
         return (
             Case(replace(small, batch=2, seqlen_q=385, seqlen_k=385)),
+            Case(replace(small, batch=1, seqlen_q=300, seqlen_k=384)),  # whole tiles of keys
             Case(replace(small, batch=1, seqlen_q=77, seqlen_k=300), wide_rows=True),
             Case(replace(small, batch=1, seqlen_q=150, seqlen_k=90)),
         )
