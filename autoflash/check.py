@@ -45,8 +45,8 @@ class Case:
 def cases_of(problem: Problem) -> tuple[Case, ...]:
     """Small problems whose kernels and masks are those of `problem`.
 
-    Their lengths end inside a tile or with one, differ between queries and keys, leave rows without a visible
-    key and, in decode, are 0 and 1 too; one case has strides of wider rows.
+    Their lengths end inside a tile or with one, differ between queries and keys, leave rows without
+    a visible key and, in decode, are 0 and 1 too; one case has strides of wider rows.
     """
     kv_heads = min(problem.num_kv_heads, 2)
     small = replace(problem, num_heads=kv_heads * problem.group_size, num_kv_heads=kv_heads)
