@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 import tokenize
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ import jinja2
 from autoflash.families import family_of
 from autoflash.problem import Variant
 
-HEADER_PARTS = {"triton": "triton_header.py.jinja", "gluon": "gluon_header.py.jinja"}
+AFTER_BLOCK = re.compile(r"(\n[ \t]+[^\n]*)\n(?=[@#A-Za-z])")  # a top-level line glued to a body
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def _rendered_parts(variant: Variant) -> tuple[tuple[str, str], ...]:
     environment = _environment()
     parts = []
     for part in family_of(variant.family).parts:
-        body = environment.get_template(part).render(variant=variant)
-        parts.append((part, body.strip("\n") + "\n"))
+        body = environment.get_template(part).render(variant=variant).strip("\n") + "\n"
+        # a line statement takes the blank lines after it along
+        parts.append((part, AFTER_BLOCK.sub(r"\1\n\n\n", body)))
     return tuple(parts)
 
 

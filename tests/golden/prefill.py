@@ -99,6 +99,8 @@ def visible(
 ):
     """Which keys `offs_n` the query rows `offs_m` see, both counted from the sequence's start."""
     return (offs_n < seqlen_k)[None, :] & (offs_m >= 0)[:, None]
+
+
 @triton.jit
 def key_range(
     start_m,

@@ -100,6 +100,8 @@ def visible(
     """Which keys `offs_n` the query rows `offs_m` see, both counted from the sequence's start."""
     # a row below seqlen_q sees no key past seqlen_k; the rows past it are never stored
     return offs_n[None, :] <= (offs_m + (seqlen_k - seqlen_q))[:, None]
+
+
 @triton.jit
 def key_range(
     start_m,
