@@ -89,8 +89,11 @@ def query(
         with store_warnings_told():
             columns, found = _trials(db, gpu) if trials else _winners(db, gpu)
             found = [row for row in found if _matches(row, wanted, gpu, paged)]
-        table = TRIAL_TABLE if trials else WINNER_TABLE
-        names = list(columns if as_json or as_csv else table)
+        if as_json or as_csv:
+            names = list(columns)
+        else:
+            names = list(TRIAL_TABLE if trials else WINNER_TABLE)
+            found = [_without_predicted_times(row) for row in found]
         rows = [tuple(row[name] for name in names) for row in found]
     shown = rows[:limit]
     if len(shown) < len(rows):
@@ -132,6 +135,12 @@ def _winners(db: Path | None, gpu: str | None) -> "tuple[tuple[str, ...], list[R
         return WINNER_COLUMNS, list(winner_rows(None, here(gpu)))
     with Store.open(db, readonly=True) as store:
         return WINNER_COLUMNS, list(winner_rows(store, here(gpu)))
+
+
+def _without_predicted_times(row: "Row") -> "Row":
+    """In a table for people, what was only predicted must not look like a time."""
+    times = ("winner_us", "margin") if row["source"] == "predicted" else ()
+    return row | dict.fromkeys(times)
 
 
 def _matches(

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+WIDEST = 200  # of a cell in a table: all knobs of a family, the beginning of an error
+
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Aligned columns; in a terminal drawn by rich."""
@@ -49,7 +51,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}"
     text = " ".join(str(value).split())  # an error may have lines and tabs
-    return text if len(text) <= 100 else text[:97] + "..."
+    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
 
 
 def _value(name: str, value: Any) -> Any:

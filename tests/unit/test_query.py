@@ -123,6 +123,24 @@ def test_the_table_is_aligned_and_each_row_one_line(db):
     assert len({line.index("  bf16  ") for line in lines[1:3]}) == 1
 
 
+def test_what_was_only_predicted_does_not_look_like_a_time(db):
+    with Store.open(db) as store:
+        only = replace(PROBLEM, batch=77)
+        store.record_decision(run(store), decision(only, us=123.0, source="predicted"))
+    text = ask("--db", db, "--batch", 77).stdout
+    assert "predicted" in text and "123" not in text
+    assert rows("--db", db, "--batch", 77)[0]["winner_us"] == 123.0
+
+
+def test_a_cell_shows_every_knob_and_the_beginning_of_a_long_error(db):
+    with Store.open(db) as store:
+        error = "mlir " * 100
+        store.record_trial(run(store), trial(us=None, status="compile", error=error))
+    shown = ask("--db", db, "--trials").stdout.splitlines()[-1]
+    assert config().to_json() in shown
+    assert shown.endswith("mlir ml...") and shown.count("mlir ") == 39
+
+
 def test_a_terminal_gets_a_drawn_table_with_the_text_as_it_is(db, monkeypatch, capsys):
     monkeypatch.setattr(table.sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
