@@ -1,0 +1,189 @@
+"""prefill_hopper without a GPU: its text on numpy, right for every mask, schedule and ring.
+
+The emulator runs producer and consumers as threads that meet at the kernel's own barriers.
+"""
+
+import pytest
+import torch
+from gluon_emulator import Machine
+
+from autoflash import families
+from autoflash.accuracy import Budget, Verdict
+from autoflash.families.prefill_hopper import FAMILY
+from autoflash.inputs import make_inputs
+from autoflash.kernel import new_outputs
+from autoflash.problem import Problem
+from autoflash.render import render
+
+NAN = float("nan")
+SMS = 2  # so few that every program has several tiles
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(families.FAMILIES, FAMILY.name, FAMILY)
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    fill = NAN if dtype.is_floating_point else 2**30
+    return torch.full(shape, fill, dtype=dtype)
+
+
+def emulate(
+    problem: Problem,
+    knobs: dict,
+    wide_rows: int = 0,
+    with_lse: bool = True,
+    break_text: tuple[str, str] | None = None,
+    patience_s: float = 60.0,
+) -> tuple[Verdict, list[str]]:
+    """The verdict on the knobs' result and the names of the kernels that made it."""
+    text = render(FAMILY.variant(problem)).text
+    if break_text:
+        broken = text.replace(*break_text)
+        if broken == text:
+            raise LookupError(f"the text does not hold {break_text[0]!r}")
+        text = broken
+    machine = Machine(patience_s)
+    module = machine.module(text)
+    inputs = make_inputs(problem, wide_rows=wide_rows)
+    out, lse = new_outputs(inputs)
+    lse = lse if with_lse else None
+    scale, layout = problem.head_dim**-0.5, problem.layout
+    q, k, v = inputs.q, inputs.k, inputs.v
+    plan = module.plan(q, k, v, out, lse, scale, layout, SMS, knobs, poisoned)
+    for kernel, grid, arguments, _ in plan:
+        machine.launch(kernel, grid, arguments)
+    return Budget(inputs).judge(out, lse), [kernel.__name__ for kernel, *_ in plan]
+
+
+def knobs_of(**knobs) -> dict:
+    usual = {
+        "WARPGROUPS": 2,
+        "BLOCK_N": 128,
+        "num_stages": 2,
+        "SCHEDULE": "static",
+        "PAIR": 0,
+        "Q_BUFFERS": 2,
+        "EPILOGUE": "tma",
+        "Q_IN_REGISTERS": 1,
+        "PING_PONG": 0,
+        "SPLIT_WAIT": 1,
+        "HEAD_GROUP_MIB": 4,
+    }
+    assert set(knobs) <= set(usual) == {knob.name for knob in FAMILY.knobs}
+    return {**usual, **knobs}
+
+
+WIDE = {"WARPGROUPS": 3, "num_stages": 3, "Q_IN_REGISTERS": 0, "PING_PONG": 1}
+NARROW = {"BLOCK_N": 64, "Q_IN_REGISTERS": 0, "Q_BUFFERS": 1}
+WAYS = {
+    "paired": knobs_of(PAIR=1, PING_PONG=1),
+    "counter": knobs_of(SCHEDULE="late"),
+    "direct": knobs_of(SCHEDULE="early", Q_BUFFERS=1, EPILOGUE="direct"),
+    "wide": knobs_of(**WIDE, SCHEDULE="late", SPLIT_WAIT=0),
+    "wide_split": knobs_of(**WIDE, SCHEDULE="early"),
+    "narrow": knobs_of(**NARROW, EPILOGUE="direct", PAIR=1),
+    "one_buffer": knobs_of(**NARROW),
+    "one_warpgroup": knobs_of(WARPGROUPS=1, BLOCK_N=64, SCHEDULE="late"),
+}
+
+
+def of(seqlen_q: int, seqlen_k: int, causal: bool, **changes) -> Problem:
+    fields = {"batch": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "layout": "bshd"}
+    fields |= changes
+    return Problem(
+        op="prefill",
+        dtype="fp16",
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        causal=causal,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(385, 385), (200, 333), (150, 90)])
+def test_every_way_is_right_at_lengths_that_fit_no_tile(way, seqlen_q, seqlen_k, causal):
+    knobs = WAYS[way] if causal else {**WAYS[way], "PAIR": 0}
+    verdict, _ = emulate(of(seqlen_q, seqlen_k, causal), knobs)
+    assert verdict.reason == ""
+
+
+# The diagonal at every place within a block, rows without a key, keys that end with a block.
+@pytest.mark.parametrize("way", ["counter", "wide", "narrow"])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [(1, 1), (64, 65), (65, 64), (128, 192), (192, 128), (256, 256), (130, 3), (1, 300), (300, 1)],
+)
+def test_the_diagonal_is_right_wherever_it_meets_a_block(way, seqlen_q, seqlen_k):
+    verdict, _ = emulate(of(seqlen_q, seqlen_k, True), WAYS[way])
+    assert verdict.reason == ""
+
+
+def test_no_key_at_all_gives_zeros_and_minus_infinity():
+    for with_lse in (True, False):
+        verdict, kernels = emulate(of(100, 0, False), WAYS["counter"], with_lse=with_lse)
+        assert (verdict.reason, kernels) == ("", ["no_keys_kernel"])
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("head_dim", [40, 96])
+def test_channels_past_head_dim_and_heads_of_any_ratio(layout, head_dim):
+    problem = of(
+        66, 100, True, batch=2, num_heads=7, num_kv_heads=1, head_dim=head_dim, layout=layout
+    )
+    for way in ("counter", "direct"):
+        verdict, _ = emulate(problem, WAYS[way])
+        assert verdict.reason == ""
+
+
+# Rows wider by 8 elements are named by a descriptor as they are, NaN neighbours and all.
+@pytest.mark.parametrize(("wide_rows", "copies"), [(8, 0), (1, 3)])
+def test_strides_that_no_descriptor_can_name_are_copied(wide_rows, copies):
+    verdict, kernels = emulate(of(130, 200, False), WAYS["paired"] | {"PAIR": 0}, wide_rows)
+    assert verdict.reason == ""
+    assert kernels == ["copy_rows_kernel"] * copies + ["prefill_hopper_kernel"]
+
+
+def test_the_counter_is_zeroed_by_the_same_plan():
+    _, kernels = emulate(of(64, 64, True), WAYS["counter"])
+    assert kernels == ["zero_counter_kernel", "prefill_hopper_kernel"]
+
+
+# A check that cannot fail is none: each of these faults shows.
+FAULTS = {
+    "keys are released before they are multiplied": (
+        "        acc_async = warpgroup_mma(p, v_tile, acc, is_async=True)\n"
+        "        pass_turn(config, step, W)\n",
+        "        acc_async = warpgroup_mma(p, v_tile, acc, is_async=True)\n"
+        "        rings.k.release(step)\n"
+        "        pass_turn(config, step, W)\n",
+    ),
+    "out is stored from a slot that was given back": (
+        "        tma.store_wait(0)\n        mbarrier.arrive(rings.q.empty",
+        "        mbarrier.arrive(rings.q.empty",
+    ),
+    "the second masked block is forgotten": ("if j == 1:", "if j == 0:"),
+    "a row that sees no key of the first block has no maximum": (
+        "m_i = gl.maximum(m_i, -3.0e38)",
+        "m_i = m_i",
+    ),
+    "blocks past the diagonal are not skipped": (
+        "step = skip_blocks(config, rings, step, blocks - own_blocks, W)",
+        "step = step",
+    ),
+    "the counter is not zeroed": ("gl.store(counter, 0)", "counter"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_text_shows(fault):
+    try:
+        verdict, _ = emulate(
+            of(385, 333, True), WAYS["counter"], break_text=FAULTS[fault], patience_s=2.0
+        )
+    except (AssertionError, RuntimeError):
+        return  # a deadlock, or a barrier that too many arrive at
+    assert not verdict.correct
