@@ -271,6 +271,19 @@ def test_strided_queries_and_outputs_give_the_bits_of_contiguous_ones(config: Co
 
 
 @each_choice
+def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are(config: Config) -> None:
+    p = problem(1, 8, 8, head_dim=128, seqlen_k=40, page_size=16)
+    near = make_inputs(p, poison=False)
+    assert near.block_table is not None
+    near = replace(near, v=near.k)
+    far = torch.empty(131_080, 16, 8, 128, dtype=near.k.dtype)  # 4.3 GB, of which 3 pages are used
+    ids = torch.tensor([[131_072, 3, 131_079]], dtype=torch.int32)
+    far[ids.long()] = near.k[near.block_table.long()]
+    result = decode(replace(near, k=far, v=far, block_table=ids), config)
+    assert same_bits(result, decode(near, config))
+
+
+@each_choice
 def test_one_cache_expanded_over_the_batch_is_read_where_it_is(config: Config) -> None:
     p = problem(3, seqlen_k=62)
     inputs = make_inputs(p, lengths=[62, 62, 62])
@@ -295,6 +308,14 @@ def test_scores_beyond_the_range_of_fp16_are_summed_in_fp32(config: Config) -> N
     inputs = make_inputs(p, poison=False)
     inputs.q.add_(200.0), inputs.k.add_(200.0)
     check(inputs, config)
+
+
+@each_choice
+def test_sums_over_many_tiles_stay_in_fp32(config: Config) -> None:
+    p = problem(1, 1, seqlen_k=1600, dtype="bf16")
+    inputs = make_inputs(p)
+    inputs.k.zero_(), inputs.v.abs_()  # so that sums grow with every tile
+    check(inputs, replace_block_n(config, 16), splits=1)
 
 
 @each_choice
