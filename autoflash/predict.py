@@ -13,6 +13,7 @@ from autoflash.check import Case, Checker, plan_for, small_cases_of
 from autoflash.config import Config
 from autoflash.contest import first_batch
 from autoflash.entrants import Entrants, Lab
+from autoflash.families import family_of
 from autoflash.gpu import Gpu
 from autoflash.groups import digest_of
 from autoflash.inputs import make_inputs
@@ -56,7 +57,7 @@ def predict(
     for entrants, problem in pairs:
         entrants.ask([entrants.group.default(problem, lab.gpu)])
     for entrants, problem in pairs:
-        entrants.ask(first_batch(lab, entrants.group, problem))
+        entrants.ask(_interpretable(first_batch(lab, entrants.group, problem)))
     decisions, undecided = [], []
     for number, (entrants, problem) in enumerate(pairs, 1):
         lab.progress.begin(problem, number, len(pairs))
@@ -96,7 +97,7 @@ def predicted_us(problem: Problem, config: Config, resources: Resources, gpu: Gp
 def _choice(lab: Lab, entrants: Entrants, problem: Problem) -> Decision | None:
     """The best predicted config that is right, unless it promises little over a right default."""
     default = entrants.group.default(problem, lab.gpu)
-    batch = first_batch(lab, entrants.group, problem)
+    batch = _interpretable(first_batch(lab, entrants.group, problem))
     predictions: dict[Config, float] = {}
     for done, config in enumerate(entrants.ready(batch, lab.limit), 1):
         if entrants.compiled(problem, config):
@@ -112,6 +113,11 @@ def _choice(lab: Lab, entrants: Entrants, problem: Problem) -> Decision | None:
             lab.journal.record(trial)
             return _decision(problem, config, default, predictions)
     return None
+
+
+def _interpretable(configs: Sequence[Config]) -> list[Config]:
+    """Those whose numerics can be checked here: what was not checked is not chosen."""
+    return [config for config in configs if family_of(config.family).interpretable]
 
 
 def _decision(

@@ -36,7 +36,8 @@ NO_GPU = "No GPU here: kernels are compiled for {}, checked in an interpreter an
 
 @dataclass(frozen=True)
 class Machine:
-    """What a search runs on. `device` None is a machine without a GPU: choices are predicted.
+    """What a search runs on. `device` None is a machine without a GPU: choices are predicted, and
+    small cases need not be compiled, for the interpreter checks them.
 
     The services are made in processes of their own, so they are pickled: functions or partials.
     """
@@ -80,7 +81,7 @@ class TuneResult:
 def this_machine(gpu_index: int = 0) -> Machine:
     """The GPU at this index, or none where torch sees none. Starts no CUDA in this process."""
     if not gpus.cuda_available():
-        return Machine(device=None)
+        return Machine(device=None, compiler=partial(TritonCompiler, with_cases=False))
     from autoflash.trial import CudaDevice
 
     return Machine(device=partial(CudaDevice, gpu_index))

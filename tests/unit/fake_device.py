@@ -12,7 +12,6 @@ from autoflash.child import Failure
 from autoflash.gpu import known
 from autoflash.records import Clocks, Resources
 from autoflash.toolchain import Toolchain
-from autoflash.tune import Machine
 from autoflash.worker import Deadlines
 
 GPU = known("NVIDIA_H200")
@@ -66,8 +65,8 @@ class FakeDevice:
         assert config in self._armed
         self._meet(config, "sample")
         self._calls += 1
-        drift = 1 + 0.02 * (self._calls % 5)  # the clock drifts, for all alike
-        return self._us(config) * drift, False
+        noise = 1 + 0.0005 * (self._calls % 5)
+        return self._us(config) * noise, False
 
     def disarm(self):
         self._armed.clear()
@@ -118,11 +117,13 @@ class FakeCompiler:
         return Resources(96, spills, smem, 1, 0)
 
 
-def machine(faults=None, times=None, compile_faults=None, deadlines=SHORT) -> Machine:
+def machine(faults=None, times=None, compile_faults=None, deadlines=SHORT):
     """A machine whose one GPU is a fake."""
+    from autoflash.tune import Machine  # not needed, and slow to import, in the fake's processes
+
     return Machine(
         device=partial(FakeDevice, faults or {}, times or {}),
         compiler=partial(FakeCompiler, compile_faults or {}),
         deadlines=deadlines,
-        compile_processes=2,
+        compile_processes=1,
     )
