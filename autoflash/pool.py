@@ -98,8 +98,9 @@ class CompilePool:
     def close(self) -> None:
         """Kill every process; what was asked and not compiled never will be."""
         self._closed = True
-        for child, thread in zip(self._children, self._threads, strict=True):
+        for _ in self._threads:  # all of them first: any thread may take any of these
             self._asked.put(None)
+        for child, thread in zip(self._children, self._threads, strict=True):
             while thread.is_alive():
                 child.kill()
                 thread.join(0.05)
