@@ -4,13 +4,14 @@ PYTHON ?= python3
 JOBS ?= 2
 RUN := .venv/bin/python
 WORKLOAD ?= examples/quickstart.yaml
+EFFORT ?= quick
 
 .PHONY: tune test test-gpu lint golden docs clean environment environment-dev
 
 # Tune a small workload, export the module, and check it against torch's SDPA.
 tune: environment
 	mkdir -p out
-	.venv/bin/autoflash tune $(WORKLOAD) --db out/tune.db
+	.venv/bin/autoflash tune $(WORKLOAD) --db out/tune.db --effort $(EFFORT)
 	.venv/bin/autoflash export --db out/tune.db --allow-predicted -o out/attention_dispatch.py
 	$(RUN) examples/check_against_sdpa.py out/attention_dispatch.py $(WORKLOAD)
 

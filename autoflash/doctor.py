@@ -1,6 +1,5 @@
 """Doctor: what this machine has for tuning, what is missing, and what that means."""
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -47,9 +46,6 @@ def _software() -> Iterator[Finding]:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))), "")
     without = "triton builds its launcher with one, so no kernel can be launched on a GPU"
     yield Finding("C compiler", compiler or "none", "" if compiler else without)
-    found = importlib.util.find_spec("matplotlib") is not None
-    without = "autoflash report draws no plots; pip install 'autoflash[report]'"
-    yield Finding("matplotlib", "installed" if found else "none", "" if found else without)
 
 
 def _gpus() -> Iterator[Finding]:
