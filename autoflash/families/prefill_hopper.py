@@ -84,6 +84,8 @@ def _tile_hopeless(problem: Problem, knobs: dict, gpu: Gpu) -> str | None:
     block_d, warpgroups = hopper_block_d(problem), knobs["WARPGROUPS"]
     if warpgroups > 1 and 32 * warpgroups >= problem.seqlen_q:
         return f"half of {64 * warpgroups} query rows lie past the {problem.seqlen_q}"
+    if warpgroups == 3 and block_d > 64:
+        return "three warpgroups pay at 64 channels"
     small_tile = warpgroups == 1 and block_d >= 128
     usual_n = 64 if block_d == 256 or small_tile else 128
     if knobs["BLOCK_N"] != usual_n:

@@ -57,9 +57,9 @@ def hopper_tile_refusal(problem: Problem, knobs: Mapping[str, Any]) -> str | Non
         return "one stage waits for itself: the keys are released after the next ones are awaited"
     if warpgroups == 1 and knobs["PING_PONG"]:
         return "a single warpgroup has no one to take turns with"
-    # 160 registers a thread hold the sums of 64 channels; q beside them is warning C7512
-    if warpgroups == 3 and (block_d > 64 or knobs["Q_IN_REGISTERS"]):
-        return "three warpgroups have registers for 64 channels and no q"
+    # more than the registers hold, the assembler spills and serialises the products (C7512)
+    if warpgroups == 3 and (block_d + knobs["BLOCK_N"] > 192 or knobs["Q_IN_REGISTERS"]):
+        return "three warpgroups have registers for 192 scores and sums a row and no q"
     if block_d == 256 and (knobs["BLOCK_N"] > 64 or knobs["Q_IN_REGISTERS"]):
         return "256 channels leave registers for 64 scores a row and no q"
     if knobs["PAIR"] and not problem.causal:

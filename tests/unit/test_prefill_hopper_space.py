@@ -165,8 +165,8 @@ FULL = replace(USUAL, causal=False)
     [
         (USUAL, {"num_stages": 1}, "one stage"),
         (USUAL, {"WARPGROUPS": 1, "PING_PONG": 1}, "take turns"),
-        (USUAL, {"WARPGROUPS": 3, "Q_IN_REGISTERS": 0}, "three warpgroups"),
-        (grid_problem(64, True, 4096), {**D64_WIDE, "Q_IN_REGISTERS": 1}, "three warpgroups"),
+        (USUAL, {"WARPGROUPS": 3, "Q_IN_REGISTERS": 0}, "192 scores and sums"),
+        (grid_problem(64, True, 4096), {**D64_WIDE, "Q_IN_REGISTERS": 1}, "and no q"),
         (grid_problem(256, True, 4096), {**D256, "Q_IN_REGISTERS": 1}, "256 channels"),
         (grid_problem(256, True, 4096), {**D256, "BLOCK_N": 128}, "256 channels"),
         (FULL, PAIRED, "no long and short tiles"),
@@ -186,6 +186,7 @@ def test_knobs_that_would_be_wrong_or_idle_are_refused_with_the_reason(problem, 
     [
         (replace(USUAL, seqlen_q=64), {}, "half of 128 query rows"),
         (USUAL, {"BLOCK_N": 64}, "BLOCK_N 64"),
+        (USUAL, {"WARPGROUPS": 3, "BLOCK_N": 64, "Q_IN_REGISTERS": 0}, "at 64 channels"),
         (grid_problem(64, True, 4096), {"num_stages": 2}, "num_stages 2"),
         (USUAL, {"Q_BUFFERS": 1}, "one buffer of q"),
         (USUAL, {"EPILOGUE": "direct"}, "one buffer of q"),
