@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autoflash.gpu import Gpu
-from autoflash.problem import Problem
+from autoflash.problem import Problem, title
 from autoflash.records import Decision
 from autoflash.roofline import floor
 
@@ -32,18 +32,6 @@ class Progress(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def describe(problem: Problem) -> str:
-    """A problem in a few words."""
-    p = problem
-    heads = f"{p.num_heads}/{p.num_kv_heads} heads"
-    lengths = f"{p.seqlen_q}x{p.seqlen_k}" + (" ragged" if p.lengths == "ragged" else "")
-    if p.op == "prefill":
-        how = f"{'causal' if p.causal else 'full'} {p.layout}"
-    else:
-        how = f"page {p.page_size} {p.kv_layout}" if p.paged else f"contiguous {p.kv_layout}"
-    return f"{p.op} {p.dtype} batch {p.batch} {lengths} {heads} d {p.head_dim} {how}"
 
 
 def outcome(decision: Decision, gpu: Gpu) -> str:
@@ -78,7 +66,7 @@ class Lines:
 
     def decided(self, problem: Problem, decision: Decision | None, why: str = "") -> None:
         said = outcome(decision, self._gpu) if decision else f"undecided: {why}"
-        self.notice(f"{self._numbered} {describe(problem)}: {said}")
+        self.notice(f"{self._numbered} {title(problem)}: {said}")
 
     def close(self) -> None:
         pass
@@ -104,7 +92,7 @@ class LiveView(Lines):
 
     def begin(self, problem: Problem, number: int, problems: int) -> None:
         super().begin(problem, number, problems)
-        self._shape, self._problem = problem, describe(problem)
+        self._shape, self._problem = problem, title(problem)
         self._number, self._problems = number, problems
         self._counts, self._percent = (0, 0, 0.0, 0.0), 0.0
 

