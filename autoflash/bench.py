@@ -15,7 +15,9 @@ CACHE_MULTIPLE = 2  # rotating buffers together exceed the last-level cache this
 MOST_SETS = 512  # tiny problems: more buffers than this take longer to make than to time
 MEMORY_SHARE = 0.6  # of the free memory that the buffers of one problem may take
 SAMPLE_US = 400.0  # shorter samples are made of several replays
-LEAD_CYCLES = 100_000  # keeps the GPU busy while the host queues what is timed
+# Clocks the GPU is kept busy while the host queues what is timed: 50 us for a graph's launch, half
+# a millisecond for a call, whose plan and launches took the host up to 300 us beside an H200.
+GRAPH_LEAD_CYCLES, CALL_LEAD_CYCLES = 100_000, 1_000_000
 EAGER_GROUPS = 5
 
 
@@ -40,10 +42,10 @@ def calls_in_graph(call_us: float, sets: int, cap_us: float) -> int:
     return max(1, min(max(GRAPH_CALLS, sets), int(cap_us / max(call_us, 0.1))))
 
 
-def event_us(work: Callable[[], None]) -> float:
-    """GPU time of `work`, which the host queues behind a short delay."""
+def event_us(work: Callable[[], None], lead_cycles: int = CALL_LEAD_CYCLES) -> float:
+    """GPU time of `work`, which the host queues while the GPU waits `lead_cycles`."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(LEAD_CYCLES)
+    torch.cuda._sleep(lead_cycles)
     start.record()
     work()
     end.record()
@@ -82,7 +84,7 @@ class CallGraph:
             for _ in range(replays):
                 self._graph.replay()
 
-        return event_us(work) / (replays * self.calls)
+        return event_us(work, GRAPH_LEAD_CYCLES) / (replays * self.calls)
 
 
 def replays_for(call_us: float, calls: int) -> int:
