@@ -22,7 +22,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Measured:
-    """The times of one problem's configs in microseconds, and how much the problem counts."""
+    """The times of one problem's configs in microseconds, its winner's too, and its weight."""
 
     problem: Problem
     winner: Config
@@ -30,11 +30,8 @@ class Measured:
     weight: float = 1.0
 
     def regret(self, config: Config) -> float:
-        """The config's time over the winner's, minus one; infinite where it was not measured."""
-        if config == self.winner:
-            return 0.0
-        time = self.times.get(config)
-        return time / self.times[self.winner] - 1 if time else float("inf")
+        """The config's time over the best one's, minus one; infinite where it was not measured."""
+        return self.times.get(config, float("inf")) / min(self.times.values()) - 1
 
 
 def choose_portfolio(group: Sequence[Measured], most: int) -> list[Served]:

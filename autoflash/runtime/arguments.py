@@ -101,6 +101,18 @@ def decode_problem(
     )
 
 
+def scale_or_default(function: str, softmax_scale: float | None, head_dim: int) -> float:
+    """What multiplies q k: head_dim ** -0.5 unless given. Raises ProblemError if it is negative.
+
+    The running maximum is taken of the scaled scores, so the scale must keep their order.
+    """
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not 0.0 <= softmax_scale < float("inf"):
+        raise ProblemError(f"{function}: softmax_scale {softmax_scale} is not from 0 upwards")
+    return softmax_scale
+
+
 def check_output(function: str, out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
     """Raise ProblemError unless `out` can take the result for `q`."""
     shape = (*q.shape[:-1], head_dim_v)

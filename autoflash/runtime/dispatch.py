@@ -13,6 +13,7 @@ from .arguments import (
     decode_problem,
     prefill_problem,
     refuse_arguments,
+    scale_or_default,
 )
 from .device import Device, device_of
 from .launch import Launch, run_plan
@@ -99,7 +100,7 @@ def prefill(
     problem = prefill_problem(q, k, v, causal, layout)
     out, lse = _outputs("prefill", q, problem, out, return_lse)
     choice, device = _choose(problem, q)
-    scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
     plan = choice.module.plan(
         q, k, v, out, lse, scale, layout, device.num_sms, choice.knobs, _workspaces(q)
     )
@@ -171,7 +172,7 @@ def decode(
         check_cache_entries(problem, k_cache, cache_seqlens, block_table)
     out, lse = _outputs("decode", q, problem, out, return_lse)
     choice, device = _choose(problem, q)
-    scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = scale_or_default("decode", softmax_scale, problem.head_dim)
     plan = choice.module.plan(
         q,
         k_cache,

@@ -14,10 +14,11 @@ from .defaults import decode_default, prefill_default
 from .device import Device
 from .load import load_text
 from .match import MatchSizes, match_bucket, match_distance, match_key, match_sizes
-from .problem import Problem
-from .validity import decode_refusal, prefill_refusal
+from .problem import Problem, ProblemError
+from .validity import decode_refusal, decode_unsupported, prefill_refusal, prefill_unsupported
 
 SELECTION_REFUSALS = {"prefill": prefill_refusal, "decode": decode_refusal}
+SELECTION_UNSUPPORTED = {"prefill": prefill_unsupported, "decode": decode_unsupported}
 SELECTION_DEFAULTS = {"prefill": prefill_default, "decode": decode_default}
 
 
@@ -71,8 +72,8 @@ class Selector:
     def choose(self, problem: Problem, device: Device, strict: bool = False) -> Choice:
         """The config for a problem: exact, else same bucket, else nearest, else the default.
 
-        A row is used only where its config is valid for the problem. `strict` raises LookupError
-        on a GPU the module has no rows for.
+        A row is used only where its config is valid for the problem. Raises ProblemError for a
+        problem that nothing serves; `strict` raises LookupError on a GPU without rows.
         """
         choice = self._choices.get((problem, device))
         if choice is None:
@@ -91,6 +92,9 @@ class Selector:
                 continue
             found.append((distance, row))
         if not found:
+            reason = SELECTION_UNSUPPORTED[problem.op](problem, device)
+            if reason:
+                raise ProblemError(f"{problem.op}: {reason}")
             knobs = SELECTION_DEFAULTS[problem.op](problem, device)
             return self._choice(problem, problem.op, knobs, "default", 0.0, 0.0, None)
         distance, row = min(found, key=lambda pair: pair[0])

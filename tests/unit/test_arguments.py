@@ -9,6 +9,7 @@ from autoflash.runtime.arguments import (
     decode_problem,
     prefill_problem,
     refuse_arguments,
+    scale_or_default,
 )
 from autoflash.runtime.problem import Problem, ProblemError
 
@@ -136,3 +137,11 @@ def test_checking_finds_a_bad_page_inside_the_used_range_and_only_there():
     with pytest.raises(ProblemError, match=r"cache_seqlens holds 49, not in 0\.\.48"):
         lengths = torch.tensor([1, 49, 2])
         check_cache_entries(problem, call["k_cache"], lengths, table)
+
+
+def test_a_scale_that_would_turn_the_order_of_scores_is_refused():
+    assert scale_or_default("prefill", None, 64) == 0.125
+    assert scale_or_default("prefill", 0.0, 64) == 0.0
+    for wrong in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ProblemError, match="prefill: softmax_scale .* is not from 0 upwards"):
+            scale_or_default("prefill", wrong, 64)

@@ -222,3 +222,14 @@ def test_a_module_is_written_whole_or_not_at_all(tmp_path):
         write_module("caf\N{LATIN SMALL LETTER E WITH ACUTE}", path)
     assert path.read_text() == "before"
     assert [entry.name for entry in tmp_path.iterdir()] == ["module.py"]
+
+
+def test_a_problem_that_no_family_serves_is_an_error_and_not_a_default():
+    selector = selector_of(export([winner_of(prefill_of())]).text)
+    for problem, reason in (
+        (prefill_of(head_dim_v=32), "prefill: head_dim_v"),
+        (prefill_of(kv_dtype="fp16"), "prefill: kv_dtype"),
+        (decode_of(seqlen_q=2), "decode: seqlen_q 2"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            selector.choose(problem, DEVICE)

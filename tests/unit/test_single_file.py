@@ -1,6 +1,7 @@
 """The run-time files join into one text whose bodies are theirs, byte for byte."""
 
 import ast
+import sys
 
 from autoflash.single_file import body, joined_runtime, runtime_files
 
@@ -52,8 +53,7 @@ def test_the_joined_text_needs_the_standard_library_torch_and_triton_only():
     for node in ast.parse(imports).body:
         names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
         roots |= {name.split(".")[0] for name in names}
-    standard = {"collections", "dataclasses", "functools", "linecache", "math", "types", "typing"}
-    assert roots <= {*standard, "warnings", "torch", "triton"}
+    assert roots <= {*sys.stdlib_module_names, "torch", "triton"}
 
 
 def _defined(node: ast.stmt) -> list[str]:
