@@ -65,7 +65,8 @@ class Journal:
             self._texts.add(trial.kernel_digest)
         self._store.record_trial(self._run_id, trial)
         self.trials += 1
-        self._made.add((trial.problem, trial.config))
+        if trial.stage == "screen":
+            self._made.add((trial.problem, trial.config))
         self._keep(trial)
         return trial
 

@@ -9,6 +9,7 @@ from zlib import crc32
 from autoflash.accuracy import Verdict
 from autoflash.bench import Timing
 from autoflash.child import Failure
+from autoflash.families import family_of
 from autoflash.gpu import known
 from autoflash.records import Clocks, Resources
 from autoflash.toolchain import Toolchain
@@ -17,7 +18,7 @@ from autoflash.worker import Deadlines
 GPU = known("NVIDIA_H200")
 TOOLCHAIN = Toolchain(driver="fake", cuda="13.0", torch="2.11", triton="3.6")
 CLOCKS = Clocks(sm_clock_mhz=1980, power_w=650.0)
-SHORT = Deadlines(compile_s=20.0, check_s=2.0, time_s=2.0, prepare_s=10.0)
+SHORT = Deadlines(compile_s=2.0, check_s=2.0, time_s=2.0, prepare_s=10.0)
 
 
 def time_us(problem, config):
@@ -99,13 +100,13 @@ class FakeDevice:
 
 
 class FakeCompiler:
-    """`faults`: error, hang, abort, spills, big (more shared memory than there is)."""
+    """`faults` by what is compiled: error, hang, abort, spills, big (too much shared memory)."""
 
     def __init__(self, faults: Mapping = {}) -> None:
         self._faults = dict(faults)
 
     def compile(self, problems, config, gpu):
-        fault = self._faults.get(config, "")
+        fault = self._faults.get(family_of(config.family).binary(config), "")
         if fault == "error":
             raise Failure("compile", "attend.py.jinja: cannot take 16 rows")
         if fault == "hang":

@@ -1,0 +1,280 @@
+"""Tune, end to end on a fake device: faults, budgets, resuming, interrupting, deciding."""
+
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_device import GPU, TOOLCHAIN, machine
+
+from autoflash.errors import AutoflashError, BudgetError, SearchError
+from autoflash.families import family_of
+from autoflash.groups import groups_of
+from autoflash.problem import Problem
+from autoflash.search.random import random
+from autoflash.store import Store
+from autoflash.tune import tune
+from autoflash.workload import Workload
+
+PROBLEM = Problem("prefill", "bf16", 1, 4, 4, 128, 512, 512)
+LONGER = Problem("prefill", "bf16", 1, 4, 4, 128, 2048, 2048)
+DECODE = Problem("decode", "bf16", 8, 8, 2, 64, 1, 1024)
+QUICK = 24
+
+
+def workload(*problems):
+    return Workload("test", tuple((problem, 1.0) for problem in problems or (PROBLEM,)))
+
+
+def tried(problem=PROBLEM, seed=0):
+    """The candidates a quick search tries, the default first."""
+    (group,), _ = groups_of([problem], GPU)
+    return next(random(group.candidates(problem, GPU), QUICK, seed))
+
+
+def binary(config):
+    return family_of(config.family).binary(config)
+
+
+def distinct(configs):
+    """The first config of each binary."""
+    return list({binary(config): config for config in reversed(configs)}.values())[::-1]
+
+
+def search(db, fake, *problems, **options):
+    return tune(workload(*problems), db=db, machine=fake, **{"effort": "quick", **options})
+
+
+def stored(db, sql):
+    with sqlite3.connect(db) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def trials(db, problem=PROBLEM):
+    with Store.open(db, readonly=True) as store:
+        return store.trials(GPU, TOOLCHAIN, problem)
+
+
+@pytest.fixture
+def db(tmp_path):
+    return tmp_path / "tune.db"
+
+
+FAULTS = {
+    "out_of_bounds": "runtime",
+    "hang": "timeout",
+    "abort": "runtime",
+    "wrong": "correctness",
+    "raise": "runtime",
+    "hang@screen": "timeout",
+    "wrong@check_full": "correctness",
+    "abort@sample": "runtime",
+}
+COMPILE_FAULTS = {
+    "error": "compile",
+    "abort": "compile",
+    "hang": "timeout",
+    "spills": "constraints",
+    "big": "constraints",
+}
+
+
+def test_planted_faults_cost_one_trial_each_and_the_good_one_wins(db):  # case B01
+    default, best, *others = distinct(tried())
+    planted = dict(zip(others, FAULTS, strict=False))
+    broken = dict(zip(others[len(FAULTS) :], COMPILE_FAULTS, strict=False))
+    assert len(broken) == len(COMPILE_FAULTS)
+    alike = {c: binary(c) for c in tried()}  # configs that share a binary share its fault
+    expected = {c: FAULTS[fault] for c, fault in planted.items()} | {
+        c: COMPILE_FAULTS[fault]
+        for b, fault in broken.items()
+        for c in alike
+        if binary(b) == alike[c]
+    }
+    # those that fail late must reach the final
+    late = {config: 60.0 for config, fault in planted.items() if "@" in fault}
+    times = dict.fromkeys(tried(), 100.0) | late | {default: 90.0, best: 50.0}
+    compile_faults = {binary(config): fault for config, fault in broken.items()}
+    result = search(db, machine(planted, times, compile_faults))
+    (decision,) = result.decisions
+    assert decision.winner == best and decision.winner_us == pytest.approx(50, rel=0.01)
+    failures = [trial for trial in trials(db) if trial.status != "correct"]
+    statuses = {trial.config: trial.status for trial in failures}
+    assert statuses == expected
+    assert len(failures) == len(statuses) and all(trial.error for trial in failures)
+    assert stored(db, "SELECT outcome FROM runs") == [("finished",)]
+
+
+def test_where_every_candidate_fails_no_winner_is_stored(db):  # case B01
+    faults = dict.fromkeys(tried(), "wrong")
+    with pytest.raises(SearchError, match=r"every candidate failed.*off by 3 row RMS") as error:
+        search(db, machine(faults))
+    assert error.value.exit_code == 1
+    assert stored(db, "SELECT count(*) FROM decisions") == [(0,)]
+    assert stored(db, "SELECT outcome FROM runs") == [("failed",)]
+    assert len(trials(db)) == len(tried())
+
+
+def test_a_wrong_default_is_rejected_and_the_others_are_judged_on_their_own(db):  # case B28
+    default, *others = tried()
+    times = dict.fromkeys(others, 100.0) | {others[3]: 80.0}
+    (decision,) = search(db, machine({default: "wrong"}, times)).decisions
+    assert decision.winner == others[3]
+    assert (decision.default, decision.default_us) == (default, 0.0)
+
+
+def test_a_problem_whose_candidates_all_fail_leaves_the_others_decided(db):
+    faults = dict.fromkeys(tried(DECODE), "raise")
+    result = search(db, machine(faults), PROBLEM, DECODE)
+    assert [decision.problem for decision in result.decisions] == [PROBLEM]
+    ((problem, why),) = result.undecided
+    assert problem == DECODE and "planted" in why
+
+
+def test_the_default_stays_unless_it_is_clearly_beaten(db):
+    times = dict.fromkeys(tried(), 100.0)
+    (decision,) = search(db, machine(times=times)).decisions
+    assert decision.winner == decision.default == tried()[0]
+    assert decision.margin == 0 and decision.tied
+
+
+def test_one_seed_gives_one_winner(tmp_path):
+    first, second = (search(tmp_path / f"{i}.db", machine(), seed=3).decisions for i in range(2))
+    assert [d.winner for d in first] == [d.winner for d in second]
+
+
+def test_finalists_are_stored_in_both_regimes_with_the_cards_clock(db):
+    (decision,) = search(db, machine()).decisions
+    final = [trial for trial in trials(db) if trial.stage == "final"]
+    regimes = {(trial.config, trial.regime) for trial in final}
+    assert regimes == {(c, regime) for c, _ in decision.times for regime in ("graph", "eager")}
+    assert decision.default in {trial.config for trial in final}
+    assert all(trial.clocks.sm_clock_mhz == 1980 and trial.median_us for trial in final)
+
+
+def test_the_same_command_again_measures_nothing_twice(db, capsys):
+    first = search(db, machine(), PROBLEM, DECODE)
+    again = search(db, machine(dict.fromkeys(tried(), "raise")), PROBLEM, DECODE)
+    candidates = len(tried()) + len(tried(DECODE))
+    assert again.decisions == first.decisions
+    assert (again.trials, again.reused) == (0, candidates)
+    assert f"{candidates} candidates are known from earlier runs" in capsys.readouterr().err
+
+
+def test_a_failed_candidate_is_not_tried_again(db):
+    bad = tried()[1]
+    search(db, machine({bad: "hang"}))
+    failures = [trial for trial in trials(db) if trial.config == bad]
+    assert search(db, machine(), seed=0).trials == 0
+    assert [trial for trial in trials(db) if trial.config == bad] == failures
+
+
+def test_finalists_of_every_shape_are_timed_on_the_groups_other_shapes(db):
+    result = search(db, machine(), PROBLEM, LONGER, effort="standard")
+    one, other = result.decisions
+    crossed = {trial.config for trial in trials(db) if trial.stage == "cross"}
+    assert other.winner in {config for config, _ in one.times}
+    assert one.winner in {config for config, _ in other.times}
+    assert other.winner in crossed or other.winner == one.winner
+    assert list(one.times) == sorted(one.times, key=lambda timed: (timed[1], timed[0]))
+    with Store.open(db, readonly=True) as store:
+        kept = {winner.decision.problem: winner.decision for winner in store.winners(GPU)}
+    assert kept == {PROBLEM: one, LONGER: other}
+
+
+def test_a_budget_is_kept_though_candidates_hang_and_what_was_timed_decides(db):
+    default, *others = tried()
+    started = time.monotonic()
+    result = search(db, machine(dict.fromkeys(others, "hang")), budget_s=12.0)
+    assert time.monotonic() - started < 14
+    assert [decision.winner for decision in result.decisions] == [default]
+    assert stored(db, "SELECT outcome FROM runs") == [("budget",)]
+
+
+def test_a_budget_that_ends_before_anything_was_checked_stores_no_winner(db):
+    with pytest.raises(BudgetError, match="no winner was stored") as error:
+        search(db, machine(), budget_s=0.01)
+    assert error.value.exit_code == 3
+    assert stored(db, "SELECT count(*) FROM decisions") == [(0,)]
+    assert stored(db, "SELECT count(*) FROM trials") == [(0,)]
+
+
+@pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])
+def test_a_budget_that_is_no_positive_number_is_refused(db, budget_s):  # case S12
+    with pytest.raises(AutoflashError, match="not a positive number"):
+        search(db, machine(), budget_s=budget_s)
+    assert not db.exists()
+
+
+def test_tuning_interpreted_kernels_is_refused(db, monkeypatch):  # case S11
+    monkeypatch.setattr("autoflash.tune.interpreted", lambda: True)
+    with pytest.raises(AutoflashError, match="TRITON_INTERPRET"):
+        search(db, machine())
+
+
+SCRIPT = """
+from pathlib import Path
+from fake_device import machine
+from test_tune import search, tried
+
+from autoflash.worker import DEADLINES
+
+if __name__ == "__main__":
+    search(Path({db!r}), machine({{tried()[0]: "hang@check_full"}}, deadlines=DEADLINES))
+"""
+
+
+def start(db):
+    """A search in a process of its own that hangs once everything is screened."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(db=str(db))],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        with contextlib.suppress(sqlite3.OperationalError):  # not there yet
+            if stored(db, "SELECT count(*) FROM trials") == [(len(tried()),)]:
+                return process
+    raise AssertionError("the search did not come to its hanging candidate")
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_end(pids):
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ctrl_c_keeps_every_trial_and_says_how_to_go_on(db):
+    process = start(db)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode != 0 and wait_for_end(workers)
+    assert "the same command goes on" in said and str(db) in said
+    assert stored(db, "SELECT outcome FROM runs") == [("interrupted",)]
+    assert search(db, machine()).reused == len(tried())
+
+
+def test_a_killed_search_leaves_no_process_and_goes_on(db):
+    process = start(db)
+    workers = children(process.pid)
+    assert workers
+    process.kill()
+    process.communicate()
+    assert wait_for_end(workers)
+    result = search(db, machine())
+    assert result.reused == len(tried()) and len(result.decisions) == 1

@@ -1,0 +1,170 @@
+"""Processes with deadlines: what a call can come to, and that nothing of them is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from child_services import Service, broken_service
+from fake_device import SHORT, machine
+
+from autoflash.child import Child, ChildError, Failure
+from autoflash.config import Config
+from autoflash.errors import DeviceError
+from autoflash.problem import Problem
+from autoflash.worker import LimitReached, Worker
+
+PROBLEM = Problem("prefill", "bf16", 1, 4, 2, 64, 128, 128)
+GOOD, BAD = (Config.of("prefill", {"BLOCK_M": block}) for block in (64, 128))
+
+
+@pytest.fixture
+def child():
+    child = Child(Service)
+    yield child
+    child.close()
+
+
+def alive(pid):
+    """Whether the process runs; one that only waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def dies(pid, within_s=10.0):
+    end = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def test_a_call_gives_what_the_method_returns(child):
+    assert child.call("add", 2, 3, deadline_s=10) == 5
+    assert child.call("pid", deadline_s=10) == child.pid != os.getpid()
+
+
+def test_a_failure_arrives_with_its_status_and_the_process_goes_on(child):
+    with pytest.raises(Failure) as failure:
+        child.call("fail", deadline_s=10)
+    assert (failure.value.status, failure.value.reason) == ("correctness", "out is off")
+    assert child.call("add", 2, 3, deadline_s=10) == 5 and child.starts == 1
+
+
+def test_a_fatal_failure_costs_the_process_and_the_next_call_has_a_new_one(child):
+    with pytest.raises(Failure):
+        child.call("fail", True, deadline_s=10)
+    assert child.pid is None
+    assert child.call("add", 2, 3, deadline_s=10) == 5 and child.starts == 2
+
+
+def test_a_call_beyond_its_deadline_is_a_timeout_and_its_process_is_killed(child):
+    pid = child.call("pid", deadline_s=10)
+    started = time.monotonic()
+    with pytest.raises(Failure) as failure:
+        child.call("sleep", deadline_s=0.5)
+    assert failure.value.status == "timeout"
+    assert time.monotonic() - started < 5 and not alive(pid)
+
+
+def test_a_process_that_aborts_is_a_runtime_failure_naming_the_signal(child):
+    with pytest.raises(Failure, match="died of SIGABRT") as failure:
+        child.call("abort", deadline_s=10)
+    assert failure.value.status == "runtime" and failure.value.fatal
+
+
+def test_the_last_line_of_a_dead_process_is_told(child):
+    with pytest.raises(Failure, match="exited with 7: LLVM ERROR: unreachable"):
+        child.call("exit_with_a_word", deadline_s=10)
+
+
+def test_a_users_mistake_arrives_as_itself_and_our_own_as_a_traceback(child):
+    with pytest.raises(DeviceError, match="no such GPU"):
+        child.call("refuse", deadline_s=10)
+    with pytest.raises(ChildError, match="KeyError: 'missing'"):
+        child.call("mistake", deadline_s=10)
+
+
+def test_a_service_that_cannot_be_made_says_why():
+    with pytest.raises(ChildError, match="ValueError: cannot be made"):
+        Child(broken_service).call("anything", deadline_s=10)
+
+
+def test_fifty_failing_candidates_leave_nothing_alive(child):  # case S07
+    for _ in range(50):
+        with pytest.raises(Failure):
+            child.call("fail_with_something_large", deadline_s=10)
+    assert child.call("large_things_alive", deadline_s=10) == 0
+
+
+def test_a_deadline_kills_what_the_process_started_too(child):
+    grandchild = child.call("start_a_process", deadline_s=10)
+    with pytest.raises(Failure):
+        child.call("sleep", deadline_s=0.5)
+    assert dies(grandchild)
+
+
+def test_the_death_of_the_parent_ends_a_busy_child_and_its_compiler(tmp_path):
+    told = tmp_path / "pids"
+    script = (
+        "from pathlib import Path\n"
+        "from autoflash.child import Child\n"
+        "from child_services import Service\n"
+        "child = Child(Service)\n"
+        f"told = Path({str(told)!r})\n"
+        "pid = child.call('pid', deadline_s=30)\n"
+        "told.with_suffix('.child').write_text(str(pid))\n"
+        "child.call('start_a_process_and_sleep', told, deadline_s=1000)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    end = time.monotonic() + 30
+    while not (told.is_file() and told.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    pids = [int(path.read_text()) for path in (told, told.with_suffix(".child"))]
+    assert all(alive(pid) for pid in pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert all(dies(pid) for pid in pids)
+
+
+def fake_worker(faults, limit_s=lambda: float("inf")):
+    return Worker(machine(faults).device, SHORT, limit_s)
+
+
+def test_a_new_process_gets_the_problem_and_the_armed_configs_of_the_dead_one():
+    worker = fake_worker({BAD: "abort@sample"})
+    worker.prepare(PROBLEM, 0)
+    worker.arm(GOOD, 1e5)
+    worker.arm(BAD, 1e5)
+    before, _ = worker.sample(GOOD)
+    with pytest.raises(Failure, match="SIGABRT"):
+        worker.sample(BAD)
+    after, _ = worker.sample(GOOD)  # needs both, else the fake refuses
+    worker.close()
+    assert worker.starts == 2 and abs(before - after) < 1
+
+
+def test_after_an_illegal_access_the_next_candidate_finds_a_working_device():
+    worker = fake_worker({BAD: "out_of_bounds"})
+    with pytest.raises(Failure, match="illegal memory access"):
+        worker.check(PROBLEM, BAD, 0)
+    assert worker.check(PROBLEM, GOOD, 0).correct
+    worker.close()
+    assert worker.starts == 2
+
+
+def test_a_limit_reached_in_a_call_is_no_fault_of_the_candidate():
+    end = time.monotonic() + 30
+    worker = fake_worker({BAD: "hang"}, lambda: end - time.monotonic())
+    worker.hello()
+    end = time.monotonic() + 0.5
+    with pytest.raises(LimitReached):
+        worker.check(PROBLEM, BAD, 0)
+    with pytest.raises(LimitReached):
+        worker.check(PROBLEM, GOOD, 0)  # nothing is begun any more
+    worker.close()
