@@ -94,25 +94,22 @@ class Contest:
         if earlier is not None:
             self._screened[config] = earlier
         else:
-            self._time(config, self._lab.effort.rungs[0])
+            self._time(config, self._lab.effort.rungs[0], self._lab.effort.first_cap_us)
 
     def _sharpen(self) -> None:
         """The higher rungs: more samples for those whose times overlap the best's."""
-        fewer = self._lab.effort.rungs[0]
         for samples in self._lab.effort.rungs[1:]:
             for trial in overlapping(list(self._screened.values()), self._lab.effort.finalists):
-                # what was cut to fewer samples before would be cut again
-                if fewer <= trial.samples < samples and not self._limit.over:
-                    self._time(trial.config, samples)
-            fewer = samples
+                if trial.samples < samples and not self._limit.over:
+                    self._time(trial.config, samples, self._lab.effort.cap_us)
 
-    def _time(self, config: Config, samples: int) -> None:
+    def _time(self, config: Config, samples: int, cap_us: float) -> None:
         lab = self._lab
         self._prepare()
         best_us = min((t.median_us or 0.0 for t in self._screened.values()), default=float("inf"))
         started = time.monotonic()
         try:
-            timing = lab.worker.screen(config, samples, lab.effort.cap_us, GIVE_UP * best_us)
+            timing = lab.worker.screen(config, samples, cap_us, GIVE_UP * best_us)
         except Failure as failure:
             self._screened.pop(config, None)
             seconds = time.monotonic() - started

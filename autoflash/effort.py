@@ -10,7 +10,8 @@ from autoflash.errors import AutoflashError
 class Effort:
     """`rungs` are the samples of each successive screening, the first for every candidate.
 
-    Every rung and every round is cut to `cap_us` of GPU time a candidate, at least one launch.
+    Higher rungs and the rounds of a final are cut to `cap_us` of GPU time a candidate, the first
+    rung and cross timing to `first_cap_us`; at least one launch is made.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Effort:
     cross_candidates: int
     eager_calls: int = 100
     cap_us: float = 100_000.0
+    first_cap_us: float = 25_000.0
 
 
 EFFORTS = {

@@ -64,7 +64,8 @@ def _enter(
     started = time.monotonic()
     try:
         verdict = lab.worker.check_full(config, lab.seed)
-        lab.worker.arm(config, lab.effort.cap_us)
+        effort = lab.effort
+        lab.worker.arm(config, effort.cap_us if stage == "final" else effort.first_cap_us)
     except Failure as failure:
         entrants.fail(problem, config, stage, failure, time.monotonic() - started)
         return None
