@@ -31,7 +31,7 @@ CLEARLY = 0.05  # what a prediction must promise over the default; the model is 
 
 RESERVED_SMEM = 1024  # of each block, by the driver
 MOST_BLOCKS_PER_SM = 32
-HIDING_WARPS = 16.0  # resident warps times loads in flight that hide latency; a guess
+HALF_HIDING = 8.0  # resident warps times stages in flight that reach half the peak; a guess
 LAUNCH_US = 1.0  # of one more kernel in a CUDA graph
 SPILL_COST = 1 / 256  # of the time, per spilled byte
 
@@ -82,7 +82,8 @@ def predicted_us(problem: Problem, config: Config, resources: Resources, gpu: Gp
     _, grid, _, options = max(launches, key=lambda launch: math.prod(launch[1]))
     programs = math.prod(grid)
     warps, stages = options.get("num_warps", 4), options.get("num_stages", 2)
-    hiding = min(1.0, _resident_blocks(resources, warps, gpu) * warps * stages / HIDING_WARPS)
+    in_flight = _resident_blocks(resources, warps, gpu) * warps * stages
+    hiding = in_flight / (in_flight + HALF_HIDING)
     least = floor(problem, gpu)
     flop_rate = (gpu.tflops_16bit or 1) * (1e6 if problem.dtype != "fp32" else 1e6 / 16)
     compute_us = least.flops / flop_rate * _padding(problem, config) / _reuse(config)

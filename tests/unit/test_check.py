@@ -1,0 +1,59 @@
+"""Cases a candidate is checked on, and single rows of the reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autoflash.check import cases_of, sample_rows, small_cases_of
+from autoflash.families import serving
+from autoflash.gpu import known
+from autoflash.inputs import make_inputs
+from autoflash.problem import Problem
+from autoflash.reference import eager, eager_rows, reference, reference_rows
+
+GPU = known("NVIDIA_H200")
+PREFILL = Problem("prefill", "bf16", 2, 4, 2, 32, 40, 70)
+DECODE = Problem("decode", "bf16", 3, 8, 2, 64, 1, 100, page_size=16, lengths="ragged")
+PROBLEMS = [PREFILL, replace(PREFILL, layout="bhsd", causal=False), DECODE]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_single_rows_are_those_of_the_whole_reference(problem):
+    inputs, rows = make_inputs(problem), sample_rows(problem, 0)
+    for whole, single in ((reference, reference_rows), (eager, eager_rows)):
+        out, lse = whole(inputs)
+        out_rows, lse_rows = single(inputs, rows)
+        if problem.layout == "bhsd":
+            out = out.transpose(1, 2)
+        for at, (b, h, i) in enumerate(rows):
+            torch.testing.assert_close(out_rows[at], out[b, i, h])
+            torch.testing.assert_close(lse_rows[at], lse[b, h, i])
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_sampled_rows_hold_the_first_and_the_last(problem):
+    rows = sample_rows(problem, 1)
+    last = (problem.batch - 1, problem.num_heads - 1, problem.seqlen_q - 1)
+    assert rows[0] == (0, 0, 0) and rows[-1] == last
+    assert len(rows) == len(set(rows)) <= 64
+    assert rows == sample_rows(problem, 1) != sample_rows(problem, 2)
+
+
+@pytest.mark.parametrize("cases", [cases_of, small_cases_of])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_cases_have_the_problems_kernels(problem, cases):
+    for case in cases(problem):
+        for family in serving(problem, GPU):
+            assert family.variant(case.problem) == family.variant(problem)
+        for name in ("dtype", "head_dim", "group_size", "page_size", "layout", "kv_layout"):
+            assert getattr(case.problem, name) == getattr(problem, name)
+
+
+@pytest.mark.parametrize("cases", [cases_of, small_cases_of])
+def test_cases_hold_what_has_broken_kernels_elsewhere(cases):
+    prefill, decode = cases(PREFILL), cases(DECODE)
+    assert any(case.wide_rows for case in prefill) and any(case.wide_rows for case in decode)
+    assert any(case.problem.seqlen_k % 16 for case in prefill)
+    assert any(case.problem.seqlen_q > case.problem.seqlen_k for case in prefill)
+    assert {0, 1, 37} < {length for case in decode for length in case.lengths or ()}
