@@ -1,0 +1,69 @@
+"""A CUDA device whose candidates may do harm: faults are planted by config, for tests."""
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from autoflash.trial import CudaDevice
+
+HELD_BYTES = 64 << 20
+
+
+@triton.jit
+def out_of_bounds_kernel(out, far):
+    tl.store(out + tl.cast(far, tl.int64) * (1 << 30), 1.0)
+
+
+@triton.jit
+def hang_kernel(flag):
+    seen = tl.load(flag)
+    while seen == 0:
+        seen = tl.load(flag, volatile=True)
+    tl.store(flag, seen)
+
+
+@triton.jit
+def add_kernel(out):
+    tl.store(out, tl.load(out) + 1.0)
+
+
+@triton.jit
+def misshapen_kernel(out):
+    tl.store(out, tl.sum(tl.arange(0, 32)[:, None] + tl.zeros([16, 16], tl.int32)))
+
+
+class PlantedDevice(CudaDevice):
+    """`faults` by config: out_of_bounds, hang, abort, raise, compile, wrong, unrepeatable, slow."""
+
+    def __init__(self, faults, index=0):
+        super().__init__(index)
+        self._faults, self._plans = dict(faults), 0
+
+    def plan(self, inputs, config, out, lse, workspace_fill=None):
+        plan = super().plan(inputs, config, out, lse, workspace_fill)
+        fault = self._faults.get(config, "")
+        self._plans += 1
+        if fault == "out_of_bounds":
+            return [*plan, (out_of_bounds_kernel, (1,), (out, 1 << 14), {})]
+        if fault == "hang":
+            flag = torch.zeros(1, device="cuda", dtype=torch.int32)
+            return [*plan, (hang_kernel, (1,), (flag,), {})]
+        if fault == "abort":
+            os.abort()
+        if fault == "raise":
+            held = torch.empty(HELD_BYTES, device="cuda", dtype=torch.uint8)
+            raise RuntimeError(f"planted, with {held.numel()} bytes held")
+        if fault == "compile":
+            return [*plan, (misshapen_kernel, (1,), (out,), {})]
+        if fault == "wrong":
+            return [*plan, (add_kernel, (1,), (out,), {})]
+        if fault == "unrepeatable" and self._plans % 2:
+            return [*plan, (add_kernel, (1,), (out,), {})]
+        if fault == "slow":
+            return plan * 4
+        return plan
+
+    def allocated_bytes(self):
+        return torch.cuda.memory_allocated()
