@@ -5,7 +5,7 @@ The emulator runs producer and consumers as threads that meet at the kernel's ow
 
 import pytest
 import torch
-from gluon_emulator import Machine
+from gluon_emulator import Machine, Whole
 
 from autoflash import families
 from autoflash.accuracy import Budget, Verdict
@@ -150,6 +150,33 @@ def test_strides_that_no_descriptor_can_name_are_copied(wide_rows, copies):
 def test_the_counter_is_zeroed_by_the_same_plan():
     _, kernels = emulate(of(64, 64, True), WAYS["counter"])
     assert kernels == ["zero_counter_kernel", "prefill_hopper_kernel"]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("pair", [0, 1])
+@pytest.mark.parametrize(("heads", "heads_per_group"), [(1, 1), (6, 2), (7, 3), (5, 8), (12, 4)])
+def test_the_units_are_every_tile_of_every_head_once(heads, heads_per_group, pair, causal):
+    if pair and not causal:
+        pytest.skip("full attention has no pairs")
+    module = Machine().module(render(FAMILY.variant(of(8, 8, causal))).text)
+    grouped, tiles, warpgroups = min(heads, heads_per_group), 4, 2
+    units_per_head = tiles // 2 if pair else tiles
+    seqlen = tiles * 64 * warpgroups
+    numbers = (seqlen, seqlen, 0, heads, 1, heads, grouped, tiles, units_per_head)
+    work = module.Work(
+        *map(Whole, (*numbers, grouped * units_per_head, heads * units_per_head)), 1, False, True
+    )
+    config = module.Config(64, 128, warpgroups, "static", pair, "tma", 1, 0, 1)
+    walked = [
+        module.tile_of_unit(work, config, Whole(unit), half)
+        for unit in range(work.units)
+        for half in range(1 + pair)
+    ]
+    every = [(head, 128 * tile) for head in range(heads) for tile in range(tiles)]
+    assert sorted((head, start) for head, start, _ in walked) == every
+    assert all(blocks == (start // 128 + 1 if causal else tiles) for _, start, blocks in walked)
+    if pair:  # the long one and the short one of a pair are as long as any other two
+        assert {walked[i][2] + walked[i + 1][2] for i in range(0, len(walked), 2)} == {tiles + 1}
 
 
 # A check that cannot fail is none: each of these faults shows.
