@@ -84,6 +84,7 @@ OneOrMany = Annotated[
 ]
 Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
 NotNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 
@@ -108,7 +109,7 @@ class PrefillEntry(Model):
     seqlen_k: OneOrMany[Positive] = Field(default_factory=list)
     causal: OneOrMany[bool] = Field(default=[True])
     layout: OneOrMany[Literal["bshd", "bhsd"]] = Field(default=["bshd"])
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
 
 
 class DecodeEntry(Model):
@@ -120,7 +121,7 @@ class DecodeEntry(Model):
     page_size: OneOrMany[NotNegative] = Field(default=[0])
     kv_layout: OneOrMany[Literal["nhd", "hnd"]] = Field(default=["nhd"])
     lengths: OneOrMany[Literal["equal", "ragged"]] = Field(default=["equal"])
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
 
 
 class WorkloadFile(_Strict):

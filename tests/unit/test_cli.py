@@ -104,8 +104,12 @@ def test_ctrl_c_ends_with_130(monkeypatch):
     assert run(monkeypatch, "schema") == 130
 
 
-def test_a_reader_that_leaves_early_is_no_error():
-    process = subprocess.Popen([*RUN, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("argument", ["schema", "--version"], ids=["much", "little"])
+def test_a_reader_that_leaves_early_is_no_error(argument):
+    buffered = {name: each for name, each in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [*RUN, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b""
