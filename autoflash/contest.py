@@ -79,6 +79,7 @@ class Contest:
                 done += 1
                 self._tell(done, total)
                 if limit.over:
+                    lab.limit.cut = True
                     return
             times = {config: trial.median_us or 0.0 for config, trial in self._screened.items()}
             try:

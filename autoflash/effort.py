@@ -44,9 +44,10 @@ def effort_of(name: str) -> Effort:
 
 
 class TimeLimit:
-    """A hard end in wall-clock time; `None` seconds is no end."""
+    """A hard end in wall-clock time; `None` seconds is no end. `cut` says it shortened a search."""
 
     def __init__(self, seconds: float | None) -> None:
+        self.cut = False
         self.started = time.monotonic()
         self._end = float("inf") if seconds is None else self.started + seconds
 

@@ -238,7 +238,7 @@ def _lab(
         outcome = "failed"
         try:
             yield lab, store, run_id
-            outcome = "budget" if options.limit.over else "finished"
+            outcome = "budget" if options.limit.over or options.limit.cut else "finished"
         except KeyboardInterrupt:
             outcome = "interrupted"
             progress.notice(
