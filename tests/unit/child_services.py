@@ -1,6 +1,5 @@
 """Services for tests of Child; importable by its processes without torch."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -62,7 +61,6 @@ class Service:
             raise Failure("runtime", str(error)) from error
 
     def large_things_alive(self):
-        gc.collect()
         return sum(reference() is not None for reference in self._seen)
 
     def _deeper(self, held):

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 from fake_device import GPU, machine
 
-from autoflash.families import serving
+from autoflash.families import serving, space
+from autoflash.journal import Journal
 from autoflash.predict import predicted_us
 from autoflash.problem import Problem
 from autoflash.records import Resources
+from autoflash.roofline import floor
 from autoflash.store import Store
 from autoflash.toolchain import detect_toolchain
 from autoflash.tune import tune
@@ -19,10 +21,17 @@ LONG = Problem("prefill", "bf16", 4, 32, 8, 128, 4096, 4096)
 LEAN = Resources(registers=128, spill_bytes=0, smem_bytes=48 * 1024)
 
 
+def default_of(problem):
+    return serving(problem, GPU)[0].default(problem, GPU)
+
+
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory):
     db = tmp_path_factory.mktemp("predict") / "tune.db"
-    here = replace(machine(), device=None)
+    family = serving(PROBLEM, GPU)[0]
+    binaries = {family.binary(config) for config, why in space(family, PROBLEM, GPU) if not why}
+    broken = sorted(binaries - {family.binary(default_of(PROBLEM))})[::2]
+    here = replace(machine(compile_faults=dict.fromkeys(broken, "error")), device=None)
     return tune(Workload("test", ((PROBLEM, 1.0),)), db=db, effort="quick", machine=here)
 
 
@@ -45,7 +54,7 @@ def test_predictions_are_for_the_target_with_this_machines_versions(predicted):
 
 
 def test_the_first_line_says_that_nothing_is_measured(tmp_path, capsys):
-    here = replace(machine(compile_faults={}), device=None)
+    here = replace(machine(), device=None)
     workload = Workload("test", ((PROBLEM, 1.0),))
     tune(
         workload, db=tmp_path / "t.db", effort="quick", target="NVIDIA_A100_SXM4_80GB", machine=here
@@ -56,7 +65,7 @@ def test_the_first_line_says_that_nothing_is_measured(tmp_path, capsys):
 
 
 def config(**knobs):
-    default = serving(LONG, GPU)[0].default(LONG, GPU)
+    default = default_of(LONG)
     return default.of(default.family, default.as_dict() | knobs)
 
 
@@ -69,8 +78,13 @@ def test_the_model_prefers_what_is_known_to_be_faster():
 
 
 def test_the_model_is_never_below_the_roofline():
-    from autoflash.roofline import floor
-
     for problem in (PROBLEM, LONG, Problem("decode", "bf16", 64, 32, 8, 128, 1, 4096)):
-        default = serving(problem, GPU)[0].default(problem, GPU)
-        assert predicted_us(problem, default, LEAN, GPU) >= floor(problem, GPU).floor_us
+        assert predicted_us(problem, default_of(problem), LEAN, GPU) >= floor(problem, GPU).floor_us
+
+
+def test_a_measured_search_takes_nothing_from_predictions(predicted):
+    with Store.open(predicted.db) as store:
+        journal = Journal(store, predicted.run_id, predicted.gpu, predicted.toolchain)
+        statuses = {trial.status for trial in store.trials(predicted.gpu, predicted.toolchain)}
+    assert statuses == {"correct", "compile"}
+    assert journal.known == 0 and journal.decided(PROBLEM) is None
