@@ -83,7 +83,7 @@ class LiveView(Lines):
         self._counts = (0, 0, 0.0, 0.0)
         self._percent = 0.0
         self._live = Live(
-            get_renderable=self._now, console=console, refresh_per_second=4, transient=True
+            get_renderable=self.line, console=console, refresh_per_second=4, transient=True
         )
         self._live.start()
 
@@ -103,7 +103,8 @@ class LiveView(Lines):
     def close(self) -> None:
         self._live.stop()
 
-    def _now(self) -> Text:
+    def line(self) -> Text:
+        """The live line, now."""
         done, total, best_us, default_us = self._counts
         parts = [f"{self._numbered} {self._problem}", f"{done}/{total} candidates"]
         if best_us:

@@ -27,7 +27,11 @@ def time_us(problem, config):
 
 
 class FakeDevice:
-    """`faults` says what each config does wrong: wrong, out_of_bounds, hang, abort, raise."""
+    """`faults` says what each config does wrong: wrong, out_of_bounds, hang, abort, raise.
+
+    A fault shows in `check`, or where it says after an @. With `brake` the card is slowed by heat
+    in some samples.
+    """
 
     def __init__(self, faults: Mapping = {}, times: Mapping = {}) -> None:
         self._faults, self._times = dict(faults), dict(times)
@@ -66,6 +70,8 @@ class FakeDevice:
         assert config in self._armed
         self._meet(config, "sample")
         self._calls += 1
+        if self._faults.get(config) == "brake" and self._calls % 5 == 0:
+            return 10 * self._us(config), True
         noise = 1 + 0.0005 * (self._calls % 5)
         return self._us(config) * noise, False
 
@@ -83,7 +89,7 @@ class FakeDevice:
         if self._broken:
             raise Failure("runtime", "an illegal memory access was encountered", fatal=True)
         fault, _, only = self._faults.get(config, "").partition("@")
-        if not fault or where != (only or "check"):
+        if not fault or fault == "brake" or where != (only or "check"):
             return
         if fault == "wrong":
             raise Failure("correctness", "out is off by 3 row RMS")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fake_device import GPU, TOOLCHAIN, machine
 
+from autoflash.effort import EFFORTS
 from autoflash.errors import AutoflashError, BudgetError, SearchError
 from autoflash.families import family_of
 from autoflash.groups import groups_of
@@ -155,6 +156,17 @@ def test_finalists_are_stored_in_both_regimes_with_the_cards_clock(db):
     assert regimes == {(c, regime) for c, _ in decision.times for regime in ("graph", "eager")}
     assert decision.default in {trial.config for trial in final}
     assert all(trial.clocks.sm_clock_mhz == 1980 and trial.median_us for trial in final)
+
+
+def test_rounds_in_which_the_card_was_braked_count_for_nobody(db):
+    default, best, *_ = tried()
+    times = dict.fromkeys(tried(), 100.0) | {best: 50.0}
+    (decision,) = search(db, machine({best: "brake"}, times)).decisions
+    assert decision.winner == best and decision.winner_us == pytest.approx(50, rel=0.01)
+    final = [t for t in trials(db) if t.stage == "final" and t.regime == "graph"]
+    assert {trial.samples for trial in final} == {EFFORTS["quick"].rounds}
+    slowest = max(trial.p80_us for trial in final if trial.config == best)
+    assert slowest < 60 and decision.default == default
 
 
 def test_the_same_command_again_measures_nothing_twice(db, capsys):
