@@ -30,7 +30,7 @@ class FakeDevice:
     """`faults` says what each config does wrong: wrong, out_of_bounds, hang, abort, raise.
 
     A fault shows in `check`, or where it says after an @. With `brake` the card is slowed by heat
-    in some samples.
+    in every other sample.
     """
 
     def __init__(self, faults: Mapping = {}, times: Mapping = {}) -> None:
@@ -39,6 +39,7 @@ class FakeDevice:
         self._broken = False
         self._armed = set()
         self._calls = 0
+        self._braked = False
 
     def hello(self):
         return GPU, TOOLCHAIN
@@ -70,8 +71,10 @@ class FakeDevice:
         assert config in self._armed
         self._meet(config, "sample")
         self._calls += 1
-        if self._faults.get(config) == "brake" and self._calls % 5 == 0:
-            return 10 * self._us(config), True
+        if self._faults.get(config) == "brake":
+            self._braked = not self._braked
+            if self._braked:
+                return 10 * self._us(config), True
         noise = 1 + 0.0005 * (self._calls % 5)
         return self._us(config) * noise, False
 

@@ -150,7 +150,8 @@ def test_one_seed_gives_one_winner(tmp_path):
 
 
 def test_finalists_are_stored_in_both_regimes_with_the_cards_clock(db):
-    (decision,) = search(db, machine()).decisions
+    times = {config: 100.0 + i for i, config in enumerate(tried()[1:])} | {tried()[0]: 180.0}
+    (decision,) = search(db, machine(times=times)).decisions
     final = [trial for trial in trials(db) if trial.stage == "final"]
     regimes = {(trial.config, trial.regime) for trial in final}
     assert regimes == {(c, regime) for c, _ in decision.times for regime in ("graph", "eager")}
