@@ -1,6 +1,7 @@
 """Templates and rendered texts: valid Python at both ends, a fixed header, a digest of the code."""
 
 import ast
+import hashlib
 import re
 import subprocess
 import sys
@@ -88,6 +89,12 @@ def test_the_digest_is_of_the_code_and_not_of_comments_or_blank_lines():
     assert digest("x = 1  # one\n\n\ny = 2\n") == digest("# first\nx = 1\ny = 2\n")
     assert digest("x = 1\n") != digest("x = 2\n")
     assert digest("x = '# a'\n") != digest("x = '# b'\n")
+
+
+def test_the_digest_is_the_same_in_every_version_of_python():
+    code = "if x:\n    y = 1\n    z = f(x)"
+    text = "if x:  # why\n    y = 1\n\n    # how\n    z = f(x)\n"
+    assert digest(text) == hashlib.sha256(code.encode()).hexdigest()[:12]
 
 
 def test_the_digest_notices_a_change_of_indentation():
