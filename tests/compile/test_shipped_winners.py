@@ -1,0 +1,51 @@
+"""Every config that a shipped winner serves compiles for the GPU it was measured on, and fits."""
+
+import pytest
+
+from autoflash.export import export
+from autoflash.families import FAMILIES, why_refused
+from autoflash.kernel import compile_candidate
+from autoflash.problem import Problem
+from autoflash.render import render
+from autoflash.store import shipped_winners
+
+WINNERS = shipped_winners()
+
+
+def binaries() -> list[tuple[str, Problem, object, object]]:
+    """One problem for each compiled kernel that an export of the shipped winners launches."""
+    found = {}
+    for row in export(WINNERS, allow_predicted=True).rows:
+        problem, config = row.served.problem, row.served.config
+        binary = FAMILIES[config.family].binary(config)
+        kernels = (row.gpu, binary, problem.head_dim, problem.group_size, problem.page_size)
+        found.setdefault((*kernels, problem.causal, problem.dtype), (problem, config, row.gpu))
+    return [(f"{p.op}-{p.head_dim}-{c}", p, c, gpu) for p, c, gpu in found.values()]
+
+
+BINARIES = binaries()
+
+
+def test_winners_are_shipped():
+    assert WINNERS
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "gpu"),
+    [binary[1:] for binary in BINARIES],
+    ids=[binary[0] for binary in BINARIES],
+)
+def test_what_export_serves_compiles_and_fits(problem, config, gpu):
+    resources = compile_candidate(problem, config, gpu)
+    assert 0 < resources.smem_bytes <= gpu.smem_per_block
+    assert resources.spill_bytes <= FAMILIES[config.family].max_spills
+
+
+@pytest.mark.parametrize("winner", WINNERS, ids=lambda winner: str(winner.decision.problem))
+def test_a_shipped_row_is_of_todays_kernel_and_valid(winner):
+    decision = winner.decision
+    assert why_refused(decision.problem, decision.winner, winner.gpu) is None
+    variant = FAMILIES[decision.winner.family].variant(decision.problem)
+    assert render(variant).digest == decision.kernel_digest
+    assert decision.source == "measured"
+    assert decision.margin_low > 0 or decision.winner == decision.default
