@@ -3,29 +3,22 @@
 The module is that of the shipped winners for this GPU, or $AUTOFLASH_MODULE.
 """
 
-import dataclasses
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from exported_calls import make_tensors
+from exported_calls import wrong_results
 
-from autoflash.accuracy import Budget
-from autoflash.check import picked, sample_rows
-from autoflash.inputs import Inputs
 from autoflash.problem import Problem
 from autoflash.workload import load_workload
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-WORKLOADS = ("llama-3-8b", "qwen2-7b", "gemma-2-9b")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-UNTUNED = (
+UNTUNED = [
     Problem("prefill", "bf16", 1, 32, 8, 128, 1000, 1000),
     Problem("prefill", "bf16", 3, 32, 8, 128, 77, 300),
     Problem("prefill", "bf16", 2, 8, 8, 128, 1, 129, causal=False),
@@ -38,16 +31,7 @@ UNTUNED = (
     Problem("decode", "bf16", 3, 71, 1, 64, 1, 500, page_size=48, lengths="ragged"),
     Problem("decode", "fp16", 2, 8, 2, 96, 1, 65, page_size=64),
     Problem("decode", "fp32", 2, 8, 2, 128, 1, 513),
-)
-
-
-def problems() -> list[Problem]:
-    tuned = [
-        problem
-        for name in WORKLOADS
-        for problem, _ in load_workload(ROOT / "examples" / f"{name}.yaml").problems
-    ]
-    return [*tuned, *UNTUNED]
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,32 +40,17 @@ def module_path(tmp_path_factory) -> Path:
         return Path(given)
     path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
     command = [sys.executable, "-m", "autoflash", "export", "-o", str(path)]
-    subprocess.run(command, check=True, env={**os.environ, "AUTOFLASH_DB": str(path) + ".db"})
+    subprocess.run(command, check=True, env={**os.environ, "AUTOFLASH_DB": f"{path}.db"})
     return path
 
 
-def test_every_shape_is_right_where_autoflash_cannot_be_imported(module_path, tmp_path):
-    cases = [
-        {**dataclasses.asdict(problem), "seed": 1000 + number}
-        for number, problem in enumerate(problems())
-    ]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    child = [sys.executable, str(Path(__file__).with_name("exported_calls.py"))]
-    subprocess.run(
-        [*child, str(module_path), str(tmp_path / "cases.json"), str(tmp_path)],
-        check=True,
-        cwd=tmp_path,
-    )
-    wrong = []
-    for number, (problem, case) in enumerate(zip(problems(), cases, strict=True)):
-        tensors = make_tensors(case)
-        inputs = Inputs(problem, **tensors)
-        result = torch.load(tmp_path / f"{number}.pt", map_location="cuda")
-        rows = sample_rows(problem, seed=number)
-        budget = Budget(inputs, rows=rows)
-        verdict = budget.judge(*picked(problem, result["out"], result["lse"], rows))
-        if not verdict.correct or result["out"].isnan().any():
-            wrong.append((problem, verdict.reason or "NaN"))
-        del inputs, tensors
-        torch.cuda.empty_cache()
-    assert not wrong
+def test_untuned_shapes_are_right_where_autoflash_cannot_be_imported(module_path, tmp_path):
+    assert wrong_results(module_path, UNTUNED, tmp_path, "cuda") == []
+
+
+@pytest.mark.parametrize("workload", ["llama-3-8b", "qwen2-7b", "gemma-2-9b"])
+def test_a_models_shapes_are_right_where_autoflash_cannot_be_imported(
+    module_path, workload, tmp_path
+):
+    problems = [problem for problem, _ in load_workload(EXAMPLES / f"{workload}.yaml").problems]
+    assert wrong_results(module_path, problems, tmp_path, "cuda") == []

@@ -1,0 +1,129 @@
+"""Calls of an exported module in a process that cannot import autoflash; the results go to files.
+
+Run as a script: MODULE CASES_JSON FOLDER DEVICE. A case is a Problem's fields, a seed and the rows
+to keep. The parent makes the same tensors again with `make_tensors` and judges those rows.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
+    """Seeded tensors of a case: q, k, v and, for decode, cache_seqlens and block_table.
+
+    Dead slots of contiguous caches hold NaN, dead table entries 2**30.
+    """
+    generator = torch.Generator(device=device).manual_seed(case["seed"])
+
+    def normal(*shape: int) -> torch.Tensor:
+        empty = torch.empty(shape, device=device, dtype=DTYPES[case["dtype"]])
+        return empty.normal_(generator=generator)
+
+    batch, heads, kv_heads = case["batch"], case["num_heads"], case["num_kv_heads"]
+    keys, head_dim = case["seqlen_k"], case["head_dim"]
+    if case["op"] == "prefill":
+        return {
+            "q": normal(batch, case["seqlen_q"], heads, head_dim),
+            "k": normal(batch, keys, kv_heads, head_dim),
+            "v": normal(batch, keys, kv_heads, head_dim),
+        }
+    tensors = {"q": normal(batch, 1, heads, head_dim)}
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    if case["lengths"] == "ragged":
+        drawn = torch.rand(batch, device=device, generator=generator)
+        lengths[1:] = (keys // 8 + drawn[1:] * (keys - keys // 8)).int()
+    tensors["cache_seqlens"] = lengths
+    page_size = case["page_size"]
+    if not page_size:
+        tensors["k"] = normal(batch, keys, kv_heads, head_dim)
+        tensors["v"] = normal(batch, keys, kv_heads, head_dim)
+        dead = torch.arange(keys, device=device)[None] >= lengths[:, None]
+        for name in ("k", "v"):
+            tensors[name][dead] = float("nan")
+        return tensors
+    columns = -(-keys // page_size)
+    pages = batch * columns
+    tensors["k"] = normal(pages, page_size, kv_heads, head_dim)
+    tensors["v"] = normal(pages, page_size, kv_heads, head_dim)
+    ids = torch.randperm(pages, device=device, generator=generator, dtype=torch.int32)
+    used = -(-lengths // page_size)
+    dead = torch.arange(columns, device=device)[None] >= used[:, None]
+    tensors["block_table"] = ids.view(batch, columns).masked_fill(dead, 2**30)
+    return tensors
+
+
+def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    if case["op"] == "prefill":
+        q, k, v = (tensors[name] for name in ("q", "k", "v"))
+        return module.prefill(q, k, v, causal=case["causal"], return_lse=True)
+    return module.decode(
+        tensors["q"],
+        tensors["k"],
+        tensors["v"],
+        tensors["cache_seqlens"],
+        block_table=tensors.get("block_table"),
+        max_seqlen_k=case["seqlen_k"],
+        lengths=case["lengths"],
+        return_lse=True,
+    )
+
+
+def main(module_path: str, cases_path: str, folder: str, device: str) -> None:
+    sys.modules["autoflash"] = None  # any import of it fails from here on
+    found = importlib.util.spec_from_file_location("attention_dispatch", module_path)
+    module = importlib.util.module_from_spec(found)
+    sys.modules["attention_dispatch"] = module
+    found.loader.exec_module(module)
+    assert not torch.cuda.is_initialized(), "importing the module started CUDA"
+    for number, case in enumerate(json.loads(Path(cases_path).read_text())):
+        tensors = make_tensors(case, device)
+        out, lse = call(module, case, tensors)
+        b, h, i = torch.tensor(case["rows"], device=device).T
+        kept = {
+            "out": out[b, i, h].cpu(),
+            "lse": lse[b, h, i].cpu(),
+            "finite": bool(out.isfinite().all()),
+        }
+        torch.save(kept, Path(folder) / f"{number}.pt")
+        del tensors, out, lse
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def wrong_results(module_path: Path, problems: list, folder: Path, device: str) -> list[str]:
+    """Call the module on every problem in a child process; what is beyond the error budget."""
+    from autoflash.accuracy import Budget
+    from autoflash.check import sample_rows
+    from autoflash.inputs import Inputs
+
+    cases = [
+        {**dataclasses.asdict(p), "seed": 1000 + n, "rows": sample_rows(p, seed=n)}
+        for n, p in enumerate(problems)
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    arguments = [str(module_path), str(folder / "cases.json"), str(folder), device]
+    child = [sys.executable, __file__, *arguments]
+    done = subprocess.run(child, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wrong = []
+    for number, (problem, case) in enumerate(zip(problems, cases, strict=True)):
+        inputs = Inputs(problem, **make_tensors(case, device))
+        kept = torch.load(folder / f"{number}.pt", map_location=device)
+        budget = Budget(inputs, rows=[tuple(row) for row in case["rows"]])
+        verdict = budget.judge(kept["out"], kept["lse"])
+        if not verdict.correct or not kept["finite"]:
+            wrong.append(f"{problem}: {verdict.reason or 'out is not finite'}")
+        del inputs, budget
+    return wrong
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,29 @@
+"""The exported module, alone in an interpreting process, is right on shapes near and far."""
+
+import os
+import subprocess
+import sys
+
+from exported_calls import wrong_results
+
+from autoflash.problem import Problem
+
+PROBLEMS = [
+    Problem("prefill", "bf16", 1, 4, 1, 128, 100, 100),  # near a tuned one
+    Problem("prefill", "bf16", 1, 2, 2, 128, 1, 129, causal=False),
+    Problem("prefill", "bf16", 1, 6, 2, 80, 90, 50),  # rows without keys
+    Problem("prefill", "fp16", 1, 2, 2, 40, 70, 70, causal=False),
+    Problem("prefill", "fp32", 1, 2, 1, 64, 40, 70),
+    Problem("decode", "bf16", 3, 4, 1, 128, 1, 277, lengths="ragged"),
+    Problem("decode", "bf16", 3, 4, 1, 128, 1, 277, page_size=3, lengths="ragged"),
+    Problem("decode", "fp16", 2, 8, 2, 96, 1, 65, page_size=64),
+    Problem("decode", "fp32", 2, 8, 2, 128, 1, 213),
+]
+
+
+def test_every_shape_is_right_where_autoflash_cannot_be_imported(tmp_path):
+    module = tmp_path / "attention_dispatch.py"
+    environment = {**os.environ, "AUTOFLASH_DB": str(tmp_path / "none.db")}
+    command = [sys.executable, "-m", "autoflash", "export", "-o", str(module)]
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    assert wrong_results(module, PROBLEMS, tmp_path, "cpu") == []
