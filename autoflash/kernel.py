@@ -12,6 +12,7 @@ from typing import Any
 import platformdirs
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 
@@ -89,8 +90,7 @@ def plan_of(
         workspace = torch.empty(shape, dtype=dtype, device=device)
         return workspace if workspace_fill is None else workspace.fill_(workspace_fill)
 
-    knobs = config.as_dict()
-    tail = (gpu.num_sms, knobs, new_workspace)
+    tail = (gpu.num_sms, config.as_dict(), new_workspace)
     if p.op == "prefill":
         return module.plan(inputs.q, inputs.k, inputs.v, out, lse, scale, p.layout, *tail)
     return module.plan(
@@ -167,7 +167,8 @@ def _loaded(variant: Variant, arch: str) -> tuple[Rendered, ModuleType]:
 
 @lru_cache(maxsize=1)
 def _compile_only(gpu: Gpu) -> None:
-    triton.runtime.driver.set_active(_CompileOnlyDriver(gpu))
+    driver: Any = _CompileOnlyDriver(gpu)  # has what a compile asks for, and no more
+    triton.runtime.driver.set_active(driver)
 
 
 class _CompileOnlyDriver:
@@ -233,7 +234,7 @@ def _resources(kernel: Any, gpu: Gpu) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
+        tool = knobs.nvidia.cuobjdump.path
         report = subprocess.run(
             [tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True
         ).stdout

@@ -42,9 +42,9 @@ def _driver_version() -> str:
 
 
 def _ptxas_version() -> str:
-    import triton
+    from triton import knobs
 
     try:
-        return str(triton.knobs.nvidia.ptxas.version or "")
+        return str(knobs.nvidia.ptxas.version or "")
     except (AttributeError, RuntimeError):
         return ""

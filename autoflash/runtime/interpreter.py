@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def mend_interpreter() -> None:
     """Make interpreted bf16 dots, roundings and scalar conversions right. Safe to call again.
@@ -14,7 +16,7 @@ def mend_interpreter() -> None:
     import triton.language
     from triton.runtime import interpreter
 
-    builder = interpreter.InterpreterBuilder
+    builder: Any = interpreter.InterpreterBuilder
     if hasattr(builder, "autoflash_mended"):
         return
     plain_dot = builder.create_dot

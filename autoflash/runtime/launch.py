@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import triton
+from triton import knobs
 
 from .interpreter import mend_interpreter
 
@@ -15,7 +15,7 @@ Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 def interpreted() -> bool:
     """Whether kernels of this process run in triton's interpreter, on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def run_plan(plan: Sequence[Launch]) -> None:

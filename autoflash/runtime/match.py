@@ -106,8 +106,10 @@ def match_sizes(problem: Problem) -> MatchSizes:
 
 def match_bucket(sizes: MatchSizes) -> MatchSizes:
     """The sizes rounded up to powers of two: equal buckets are the same size class."""
-    rounded = [1 << (size - 1).bit_length() if size > 0 else 0 for size in sizes[:4]]
-    return MatchSizes(*rounded, sizes.ragged)
+    kv_heads, seqlen_q, seqlen_k, page_size = (
+        1 << (size - 1).bit_length() if size > 0 else 0 for size in sizes[:4]
+    )
+    return MatchSizes(kv_heads, seqlen_q, seqlen_k, page_size, sizes.ragged)
 
 
 def match_distance(a: MatchSizes, b: MatchSizes) -> float | None:

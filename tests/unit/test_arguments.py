@@ -143,5 +143,5 @@ def test_a_scale_that_would_turn_the_order_of_scores_is_refused():
     assert scale_or_default("prefill", None, 64) == 0.125
     assert scale_or_default("prefill", 0.0, 64) == 0.0
     for wrong in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(ProblemError, match="prefill: softmax_scale .* is not from 0 upwards"):
+        with pytest.raises(ProblemError, match=r"prefill: softmax_scale .* is not from 0 upwards"):
             scale_or_default("prefill", wrong, 64)
