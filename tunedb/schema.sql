@@ -86,7 +86,7 @@ CREATE TABLE runs (
   started_at TEXT NOT NULL,
   ended_at TEXT NOT NULL DEFAULT '',
   outcome TEXT NOT NULL DEFAULT ''
-) STRICT;
+, uid TEXT NOT NULL DEFAULT '', locked_clock_mhz INTEGER NOT NULL DEFAULT 0) STRICT;
 
 CREATE TABLE run_problems (
   run_id INTEGER NOT NULL REFERENCES runs (id),
@@ -227,3 +227,29 @@ JOIN toolchains ON toolchains.id = best.toolchain_id
 JOIN problems ON problems.id = best.problem_id
 JOIN configs ON configs.id = best.config_id
 JOIN kernels ON kernels.id = best.kernel_id;
+
+CREATE VIEW anytime AS
+WITH timed AS (
+  SELECT
+    trials.*,
+    round((julianday(trials.recorded_at) - julianday(runs.started_at)) * 86400.0, 3) AS elapsed_s,
+    min(trials.median_us) OVER (
+      PARTITION BY trials.run_id, trials.problem_id ORDER BY trials.id
+      ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    ) AS before_us
+  FROM trials
+  JOIN runs ON runs.id = trials.run_id
+  WHERE trials.status = 'correct' AND trials.source = 'measured' AND trials.regime = 'graph'
+    AND trials.stage IN ('screen', 'final') AND trials.median_us IS NOT NULL
+)
+SELECT
+  timed.run_id, timed.id AS trial_id, timed.elapsed_s, timed.median_us AS best_us,
+  configs.family, configs.knobs_json,
+  problems.op, problems.dtype, problems.batch, problems.num_heads, problems.num_kv_heads,
+  problems.head_dim, problems.seqlen_q, problems.seqlen_k, problems.causal, problems.page_size,
+  problems.layout, problems.kv_layout, problems.lengths, problems.kv_dtype, problems.out_dtype,
+  problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant
+FROM timed
+JOIN problems ON problems.id = timed.problem_id
+JOIN configs ON configs.id = timed.config_id
+WHERE timed.before_us IS NULL OR timed.median_us < timed.before_us;

@@ -70,6 +70,15 @@ def winners_of(
     return sorted(winners, key=winner_order)
 
 
+def anytime_of(conn: sqlite3.Connection, run_id: int) -> dict[Problem, list[tuple[float, float]]]:
+    """The points of each problem's curve, in the order they were made."""
+    curves: dict[Problem, list[tuple[float, float]]] = {}
+    for row in rows(conn, "SELECT * FROM anytime WHERE run_id = ? ORDER BY trial_id", [run_id]):
+        problem = from_plain(Problem, _fields_of(Problem, row))
+        curves.setdefault(problem, []).append((row["elapsed_s"], row["best_us"]))
+    return curves
+
+
 def winner_order(winner: Winner) -> tuple[Any, ...]:
     """By GPU and problem; measured before predicted; then by toolchain and date."""
     decision = winner.decision

@@ -259,6 +259,44 @@ def m001_tables_and_views(db: Database) -> None:
         db.execute(statement.strip())
 
 
+RUN_ADDITIONS = (
+    # What makes a run the same run in a copy of its database; "" in those made before.
+    "ALTER TABLE runs ADD COLUMN uid TEXT NOT NULL DEFAULT ''",
+    # 0 where the clocks were left alone.
+    "ALTER TABLE runs ADD COLUMN locked_clock_mhz INTEGER NOT NULL DEFAULT 0",
+    # Every trial of a run that was faster than all before it on its problem.
+    f"""
+CREATE VIEW anytime AS
+WITH timed AS (
+  SELECT
+    trials.*,
+    round((julianday(trials.recorded_at) - julianday(runs.started_at)) * 86400.0, 3) AS elapsed_s,
+    min(trials.median_us) OVER (
+      PARTITION BY trials.run_id, trials.problem_id ORDER BY trials.id
+      ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    ) AS before_us
+  FROM trials
+  JOIN runs ON runs.id = trials.run_id
+  WHERE trials.status = 'correct' AND trials.source = 'measured' AND trials.regime = 'graph'
+    AND trials.stage IN ('screen', 'final') AND trials.median_us IS NOT NULL
+)
+SELECT
+  timed.run_id, timed.id AS trial_id, timed.elapsed_s, timed.median_us AS best_us,
+  configs.family, configs.knobs_json,{PROBLEM_COLUMNS}
+FROM timed
+JOIN problems ON problems.id = timed.problem_id
+JOIN configs ON configs.id = timed.config_id
+WHERE timed.before_us IS NULL OR timed.median_us < timed.before_us
+""",
+)
+
+
+@MIGRATIONS()
+def m002_runs_told_apart_and_anytime(db: Database) -> None:
+    for statement in RUN_ADDITIONS:
+        db.execute(statement.strip())
+
+
 def known_migrations() -> set[str]:
     """The names of every migration of this program."""
     with Database(memory=True) as empty:

@@ -58,8 +58,12 @@ class Store:
         budget_s: float | None,
         argv: list[str],
         protocol: str,
+        locked_clock_mhz: int = 0,
     ) -> int:
-        """The id of a new run, which has no outcome until `end_run`."""
+        """The id of a new run, which has no outcome until `end_run`.
+
+        `locked_clock_mhz` is 0 where the clocks were left alone.
+        """
         with self._writing():
             return writing.add_run(
                 self.conn,
@@ -70,6 +74,7 @@ class Store:
                 budget_s=budget_s,
                 argv=argv,
                 protocol=protocol,
+                locked_clock_mhz=locked_clock_mhz,
             )
 
     def end_run(self, run_id: int, outcome: str) -> None:
@@ -114,6 +119,11 @@ class Store:
         """
         with told(self.path):
             return reading.winners_of(self.conn, str(self.path), gpu, problem)
+
+    def anytime(self, run_id: int) -> dict[Problem, list[tuple[float, float]]]:
+        """For each problem of a run, the seconds since its start and the best time from then on."""
+        with told(self.path):
+            return reading.anytime_of(self.conn, run_id)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

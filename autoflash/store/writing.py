@@ -1,6 +1,7 @@
 """What is written: rows found or made by their key, trials and decisions appended."""
 
 import sqlite3
+import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -16,7 +17,7 @@ from autoflash.toolchain import Toolchain
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def insert(conn: sqlite3.Connection, table: str, values: dict[str, Plain]) -> int:
@@ -72,6 +73,7 @@ def add_run(
     budget_s: float | None,
     argv: list[str],
     protocol: str,
+    locked_clock_mhz: int = 0,
     outcome: str = "",
 ) -> int:
     run = insert(
@@ -86,6 +88,8 @@ def add_run(
             "argv_json": to_json(argv),
             "protocol": protocol,
             "started_at": now(),
+            "uid": uuid.uuid4().hex,
+            "locked_clock_mhz": locked_clock_mhz,
         },
     )
     if outcome:

@@ -260,3 +260,30 @@ def test_a_row_that_no_autoflash_would_write_is_skipped(store, sql):
         again.conn.execute(sql)
         with pytest.warns(StoreWarning, match="1 row skipped"):
             assert again.winners() == []
+
+
+def test_the_anytime_curve_is_of_the_trials_that_were_faster_than_all_before(store):
+    started, other = run(store), run(store)
+    slower = replace(PROBLEM, batch=2)
+    for us in (9.0, 12.0, 7.0, 7.0, 6.5):
+        store.record_trial(started, trial(us=us))
+    store.record_trial(started, trial(slower, us=30.0))
+    store.record_trial(started, trial(us=1.0, stage="cross"))
+    store.record_trial(started, trial(us=1.0, regime="eager"))
+    store.record_trial(started, trial(us=1.0, status="correctness"))
+    store.record_trial(other, trial(us=5.0))
+    curves = store.anytime(started)
+    assert [us for _, us in curves[PROBLEM]] == [9.0, 7.0, 6.5]
+    assert [us for _, us in curves[slower]] == [30.0]
+    seconds = [elapsed for elapsed, _ in curves[PROBLEM]]
+    assert seconds == sorted(seconds) and 0 <= seconds[0] < 60
+    assert [us for _, us in store.anytime(other)[PROBLEM]] == [5.0]
+
+
+def test_a_run_has_a_name_of_its_own_and_the_clock_it_was_locked_to(store):
+    run(store)
+    asked = {"seed": 0, "effort": "max", "budget_s": None, "argv": [], "protocol": ""}
+    store.start_run(H200, TOOLCHAIN, **asked, locked_clock_mhz=1500)
+    rows = store.conn.execute("SELECT uid, locked_clock_mhz FROM runs").fetchall()
+    assert [clock for _, clock in rows] == [0, 1500] and len({uid for uid, _ in rows}) == 2
+    assert all(len(uid) == 32 for uid, _ in rows)
