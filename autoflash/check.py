@@ -8,18 +8,18 @@ from types import ModuleType
 import torch
 
 from autoflash.accuracy import Budget, Verdict
+from autoflash.canary import Canaries, sums_of
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
 from autoflash.inputs import Inputs, make_inputs
-from autoflash.kernel import load, new_outputs, plan_of
+from autoflash.kernel import NewWorkspace, load, plan_of
 from autoflash.problem import Problem, Variant
 from autoflash.reference import Row
 from autoflash.render import render
 from autoflash.runtime.launch import Launch, run_plan
 
-NAN = float("nan")
 SAMPLED_ROWS = 64
 REPEATS = 3  # runs at the real size that must agree bit by bit
 
@@ -83,11 +83,11 @@ def plan_for(
     gpu: Gpu,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    workspace_fill: float | None = None,
+    new_workspace: NewWorkspace | None = None,
 ) -> list[Launch]:
     """The launches of a config on these inputs."""
     module = _module(family_of(config.family).variant(inputs.problem))
-    return plan_of(module, inputs, out, lse, gpu, config, workspace_fill=workspace_fill)
+    return plan_of(module, inputs, out, lse, gpu, config, new_workspace=new_workspace)
 
 
 class Checker:
@@ -105,9 +105,9 @@ class Checker:
         config: Config,
         out: torch.Tensor,
         lse: torch.Tensor | None,
-        workspace_fill: float | None = None,
+        new_workspace: NewWorkspace | None = None,
     ) -> list[Launch]:
-        return plan_for(inputs, config, self._gpu, out, lse, workspace_fill)
+        return plan_for(inputs, config, self._gpu, out, lse, new_workspace)
 
     def cases(self, problem: Problem) -> tuple[Case, ...]:
         return cases_of(problem)
@@ -129,33 +129,52 @@ class Checker:
 
         `budget` is that of the same inputs and rows.
         """
-        out, lse = self.run(inputs, config)
-        for _ in range(REPEATS - 1):
-            _same_bits(out, self.run(inputs, config)[0], "two runs at the real size")
+        sums = sums_of(inputs)
+        try:
+            out, lse = self.run(inputs, config)
+            for _ in range(REPEATS - 1):
+                _same_bits(out, self.run(inputs, config)[0], "two runs at the real size")
+        finally:  # whatever else is wrong: other candidates are judged on these inputs
+            for name, now in sums_of(inputs).items():
+                if now != sums[name]:
+                    told = f"writes to its input {name} at the real size"
+                    raise Failure("correctness", told, fatal=True)
         return _right(budget.judge(*picked(inputs.problem, out, lse, rows)), "at the real size")
 
     def run(
         self, inputs: Inputs, config: Config, with_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`out` and `lse` of one launch; outputs and workspaces are full of NaN before it."""
-        out, lse = new_outputs(inputs)
-        run_plan(self.plan(inputs, config, out, lse if with_lse else None, NAN))
-        return out, lse if with_lse else None
+        """`out` and `lse` of one launch; outputs and workspaces are full of NaN before it.
+
+        Raises Failure when the candidate wrote around one of them.
+        """
+        canaries, p = Canaries(self._device), inputs.problem
+        out = canaries.new("out", (*inputs.q.shape[:-1], p.head_dim_v), inputs.q.dtype)
+        lse = None
+        if with_lse:
+            lse = canaries.new("lse", (p.batch, p.num_heads, p.seqlen_q), torch.float32)
+        run_plan(self.plan(inputs, config, out, lse, canaries.workspace))
+        _kept_to_its_own(canaries)
+        return out, lse
 
     def _check_case(self, case: Case, config: Config, seed: int) -> Verdict:
-        inputs = case.inputs(seed, self._device)
-        out, lse = self.run(inputs, config)
-        again, _ = self.run(inputs, config)
+        given = Canaries(self._device)
+        inputs = given.inputs(case.inputs(seed, self._device))
+
+        def run(with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+            result = self.run(inputs, config, with_lse)
+            _kept_to_its_own(given)
+            return result
+
+        out, lse = run()
+        again, _ = run()
         _same_bits(out, again, "two runs")
         budget = _budget(case, seed, self._device)
         verdict = _right(budget.judge(out, lse), f"with lengths {case.lengths_told}")
         if not case.wide_rows:
             # without lse another kernel is compiled, and that is the one which is timed
-            bare, _ = self.run(inputs, config, with_lse=False)
+            bare, _ = run(with_lse=False)
             _right(budget.judge(bare, None), "without lse")
-        fresh = case.inputs(seed, self._device)
-        for name in ("q", "k", "v"):
-            _same_bits(getattr(inputs, name), getattr(fresh, name), f"{name} before and after")
         return verdict
 
 
@@ -188,6 +207,12 @@ def picked(
     b, h, i = (torch.tensor(index, device=out.device) for index in zip(*rows, strict=True))
     out_rows = out[b, i, h] if problem.layout == "bshd" else out[b, h, i]
     return out_rows, None if lse is None else lse[b, h, i]
+
+
+def _kept_to_its_own(canaries: Canaries) -> None:
+    trespass = canaries.trespass()
+    if trespass:
+        raise Failure("correctness", trespass)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor, what: str) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,8 @@ from autoflash.runtime.launch import Launch, compile_plan
 from autoflash.runtime.load import load_text
 
 WARP_SIZE = {"nvidia": 32, "amd": 64}
+
+NewWorkspace = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class CompileError(Exception):
@@ -77,16 +80,17 @@ def plan_of(
     config: Config,
     softmax_scale: float | None = None,
     workspace_fill: float | None = None,
+    new_workspace: NewWorkspace | None = None,
 ) -> list[Launch]:
     """What a rendered module would launch for these inputs. Launches nothing.
 
-    Workspaces are uninitialised, or full of `workspace_fill`.
+    Workspaces are uninitialised, or full of `workspace_fill`, or what `new_workspace` gives.
     """
     p = inputs.problem
     scale = p.head_dim**-0.5 if softmax_scale is None else softmax_scale
     device = inputs.q.device
 
-    def new_workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def plain_workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         workspace = torch.empty(shape, dtype=dtype, device=device)
         return workspace if workspace_fill is None else workspace.fill_(workspace_fill)
 

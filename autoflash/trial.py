@@ -34,7 +34,12 @@ DROP_SLACK_US = 20.0  # a lone call finds cold caches and gaps between its launc
 
 
 class CudaDevice(Checker):
-    """The service of the worker process: see `worker.Device` for what each method promises."""
+    """The service of the worker process: see `worker.Device` for what each method promises.
+
+    Timing runs a candidate many times on the same tensors and restores none of them. It may, for
+    all of them are this process's own: a user's tensors are never here, a check makes outputs of
+    its own, and a candidate that changes what it must only read is rejected before it is timed.
+    """
 
     def __init__(self, index: int = 0) -> None:
         torch.cuda.set_device(index)

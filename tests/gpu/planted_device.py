@@ -41,8 +41,8 @@ class PlantedDevice(CudaDevice):
         super().__init__(index)
         self._faults, self._plans = dict(faults), 0
 
-    def plan(self, inputs, config, out, lse, workspace_fill=None):
-        plan = super().plan(inputs, config, out, lse, workspace_fill)
+    def plan(self, inputs, config, out, lse, new_workspace=None):
+        plan = super().plan(inputs, config, out, lse, new_workspace)
         fault = self._faults.get(config, "")
         self._plans += 1
         if fault == "out_of_bounds":

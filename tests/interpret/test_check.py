@@ -27,6 +27,16 @@ def add_kernel(tensor):
     tl.store(tensor, tl.load(tensor) + 1.0)
 
 
+@triton.jit
+def copy_kernel(source, out):
+    tl.store(out, tl.load(source))
+
+
+@triton.jit
+def write_kernel(tensor, at):
+    tl.store(tensor + at, 1.0)
+
+
 def drop_last_key(inputs):
     keys = inputs.problem.seqlen_k - 1
     shorter = replace(inputs.problem, seqlen_k=keys)
@@ -58,8 +68,8 @@ class Planted(InterpretedDevice):
         super().__init__(GPU)
         self._change, self._launches = change, launches
 
-    def plan(self, inputs, config, out, lse, workspace_fill=None):
-        plan = super().plan(self._change(inputs), config, out, lse, workspace_fill)
+    def plan(self, inputs, config, out, lse, new_workspace=None):
+        plan = super().plan(self._change(inputs), config, out, lse, new_workspace)
         return plan if self._launches is None else self._launches(plan, inputs, out, lse)
 
 
@@ -114,8 +124,74 @@ def test_a_candidate_that_writes_to_its_inputs_is_rejected():
         one = (add_kernel, (1,), (inputs.v[0, 0, 0, -1:],), {})
         return plan if lse is not None else [*plan, one]
 
-    with pytest.raises(Failure, match="v before and after differ"):
+    with pytest.raises(Failure, match="writes to its input v"):
         check(Planted(launches=write))
+
+
+def workspace_of(plan, *known):
+    """A tensor of a plan that is neither input nor output."""
+    pointers = {tensor.data_ptr() for tensor in known if tensor is not None}
+    tensors = [x for _, _, arguments, _ in plan for x in arguments if torch.is_tensor(x)]
+    return next(tensor for tensor in tensors if tensor.data_ptr() not in pointers)
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "q", "v", "block_table", "workspace 1"])
+@pytest.mark.parametrize("side", ["before the start", "past the end"])
+def test_a_write_out_of_bounds_that_faults_nowhere_is_told_with_tensor_and_side(name, side):
+    def write(plan, inputs, out, lse):
+        if name in ("out", "lse"):
+            tensor = {"out": out, "lse": lse}[name]
+        elif name == "workspace 1":
+            known = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens, inputs.block_table)
+            tensor = workspace_of(plan, *known, out, lse)
+        else:
+            tensor = getattr(inputs, name)
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+        at = -1 if side == "before the start" else last + 1
+        return [*plan, (write_kernel, (1,), (tensor, at), {})]
+
+    with pytest.raises(Failure, match=f"^correctness: writes {side} of {name}$"):
+        check(Planted(launches=write), DECODE)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "cache_seqlens", "block_table"])
+def test_a_write_to_any_input_is_rejected(name):
+    def write(plan, inputs, out, lse):
+        return [*plan, (add_kernel, (1,), (getattr(inputs, name),), {})]
+
+    with pytest.raises(Failure, match=f"^correctness: writes to its input {name}$"):
+        check(Planted(launches=write), DECODE)
+
+
+def test_a_write_between_wide_rows_is_rejected():
+    def write(plan, inputs, out, lse):
+        head_dim = inputs.q.shape[-1]
+        wide = inputs.q.stride(2) > head_dim
+        return [*plan, (write_kernel, (1,), (inputs.q, head_dim), {})] if wide else plan
+
+    with pytest.raises(Failure, match="writes to its input q"):
+        check(Planted(launches=write))
+
+
+def test_a_workspace_that_is_read_before_it_is_written_shows():
+    def read(plan, inputs, out, lse):
+        known = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens, inputs.block_table, out, lse)
+        return [(copy_kernel, (1,), (workspace_of(plan, *known), out), {}), *plan[1:]]
+
+    with pytest.raises(Failure, match="out is not finite"):
+        check(Planted(launches=read), DECODE)
+
+
+def test_an_input_changed_at_the_real_size_costs_the_process_that_holds_it():
+    def write(plan, inputs, out, lse):
+        return [*plan, (add_kernel, (1,), (inputs.v,), {})]
+
+    inputs = make_inputs(PREFILL, poison=False)
+    rows = sample_rows(PREFILL, 0)
+    budget = Budget(inputs, rows=rows)
+    with pytest.raises(Failure, match="writes to its input v at the real size") as failure:
+        Planted(launches=write).check_rows(inputs, default_of(PREFILL), rows, budget)
+    assert failure.value.fatal
 
 
 def test_a_wrong_lse_beside_a_right_out_is_rejected():
