@@ -1,11 +1,13 @@
 """Worker: the process that holds a GPU, seen from the parent, which never touches CUDA."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from autoflash.accuracy import Verdict
 from autoflash.bench import Timing
+from autoflash.busy import Busy
 from autoflash.child import Child, Failure
 from autoflash.config import Config
 from autoflash.errors import DeviceError
@@ -95,6 +97,7 @@ class Worker:
         self._deadlines, self._limit_s = deadlines, limit_s
         self._prepared: tuple[Problem, int] | None = None
         self._armed: dict[Config, float] = {}
+        self.busy = Busy()
 
     @property
     def pid(self) -> int | None:
@@ -145,6 +148,10 @@ class Worker:
     def eager(self, config: Config, calls: int, cap_us: float) -> Timing:
         return self._attempt("eager", config, calls, cap_us, deadline_s=self._deadlines.time_s)
 
+    def kill(self) -> None:
+        """End the process; a call that another thread waits for sees it die."""
+        self._child.kill()
+
     def close(self) -> None:
         self._child.close()
 
@@ -161,12 +168,15 @@ class Worker:
         left_s = self._limit_s()
         if left_s <= 0:
             raise LimitReached
+        began = time.monotonic()
         try:
             return self._child.call(method, *arguments, deadline_s=min(deadline_s, left_s))
         except Failure as failure:
             if failure.status == "timeout" and left_s < deadline_s:
                 raise LimitReached from None
             raise
+        finally:
+            self.busy.add(began, time.monotonic())
 
     def _restore(self) -> None:
         """Bring a new process to where the dead one was."""
