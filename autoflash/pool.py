@@ -77,6 +77,7 @@ class CompilePool:
         self._asked: queue.SimpleQueue[tuple[Future[Resources], tuple] | None] = queue.SimpleQueue()
         self._children: list[Child] = []
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
         self._closed = False
 
     @property
@@ -87,17 +88,19 @@ class CompilePool:
         """The resources to come; the future raises Failure (`compile`, `timeout`)."""
         future: Future[Resources] = Future()
         self._asked.put((future, (tuple(problems), config, gpu)))
-        if len(self._threads) < self._most:
-            child = Child(self._compiler)
-            thread = threading.Thread(target=self._serve, args=(child,), daemon=True)
-            self._children.append(child)
-            self._threads.append(thread)
-            thread.start()
+        with self._lock:  # several searches may share a pool
+            if len(self._threads) < self._most and not self._closed:
+                child = Child(self._compiler)
+                thread = threading.Thread(target=self._serve, args=(child,), daemon=True)
+                self._children.append(child)
+                self._threads.append(thread)
+                thread.start()
         return future
 
     def close(self) -> None:
-        """Kill every process; what was asked and not compiled never will be."""
-        self._closed = True
+        """Kill every process; what was asked and not compiled is cancelled."""
+        with self._lock:
+            self._closed = True
         for _ in self._threads:  # all of them first: any thread may take any of these
             self._asked.put(None)
         for child, thread in zip(self._children, self._threads, strict=True):
@@ -105,6 +108,10 @@ class CompilePool:
                 child.kill()
                 thread.join(0.05)
             child.close()
+        while not self._asked.empty():  # whoever waits for one of these waits no longer
+            asked = self._asked.get()
+            if asked is not None and asked[0].cancel():
+                asked[0].set_running_or_notify_cancel()
 
     def _serve(self, child: Child) -> None:
         while not self._closed:

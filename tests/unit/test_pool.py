@@ -1,9 +1,10 @@
 """The compile pool: its processes end when it is closed, whatever they were doing."""
 
 import threading
+from concurrent.futures import CancelledError
 
 import pytest
-from idle_compiler import IdleCompiler
+from idle_compiler import IdleCompiler, StuckCompiler
 from making import H200, candidates, prefill_of
 
 from autoflash.pool import CompilePool
@@ -26,3 +27,12 @@ def test_a_pool_with_nothing_to_do_closes(pool):
     closing.join(20)
     assert not closing.is_alive()
     assert pool.pids == []
+
+
+def test_who_waits_for_what_a_closed_pool_never_compiled_is_told():
+    pool = CompilePool(StuckCompiler, processes=1)
+    config = candidates(PROBLEM)[0]
+    _, waiting = (pool.submit([PROBLEM], config, H200) for _ in range(2))
+    pool.close()
+    with pytest.raises(CancelledError):
+        waiting.result(10)
