@@ -19,12 +19,13 @@ def cross(lab: Lab, entrants: Entrants, decisions: Sequence[Decision]) -> list[D
 
     A time is the winner's, times the ratio to the winner in the same rounds.
     """
-    return [_crossed(lab, entrants, decision, decisions) for decision in decisions]
+    return [crossed(lab, entrants, decision, decisions) for decision in decisions]
 
 
-def _crossed(
+def crossed(
     lab: Lab, entrants: Entrants, decision: Decision, decisions: Sequence[Decision]
 ) -> Decision:
+    """One of them; `decision` is the same one where nothing was added."""
     others = _others(lab, entrants, decision, decisions)
     if not others or lab.limit.over:
         return decision

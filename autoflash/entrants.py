@@ -1,9 +1,13 @@
 """Entrants: the candidates of one group, each compiled and checked once, before it is timed."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from copy import copy
 from dataclasses import dataclass, replace
+from threading import RLock
+from typing import Self
 
 from autoflash.accuracy import Verdict
 from autoflash.child import Failure
@@ -46,9 +50,21 @@ class Entrants:
         self._verdicts: dict[Config, Verdict] = {}
         self.resources: dict[Config, Resources] = {}
         self.failed: dict[Config, Trial] = {}
+        self._asking = RLock()
+        self._turns: defaultdict[Config, RLock] = defaultdict(RLock)
+
+    def on(self, lab: Lab) -> Self:
+        """The same entrants tried on another GPU of the type: what one finds out, all know."""
+        twin = copy(self)
+        twin._lab = lab
+        return twin
 
     def ask(self, configs: Sequence[Config]) -> None:
         """Have those compiled that no earlier trial speaks for."""
+        with self._asking:
+            self._ask(configs)
+
+    def _ask(self, configs: Sequence[Config]) -> None:
         for config in configs:
             if config in self._futures or config in self._verdicts or config in self.failed:
                 continue
@@ -89,6 +105,10 @@ class Entrants:
 
     def compiled(self, problem: Problem, config: Config) -> bool:
         """Whether the config compiled and fits; a failure is recorded as a trial."""
+        with self._turn(config):
+            return self._compiled(problem, config)
+
+    def _compiled(self, problem: Problem, config: Config) -> bool:
         if config in self.failed:
             return False
         if config in self.resources:
@@ -106,6 +126,10 @@ class Entrants:
 
     def admit(self, problem: Problem, config: Config) -> bool:
         """Whether the config compiled and is right; a failure is recorded as a trial."""
+        with self._turn(config):
+            return self._admit(problem, config)
+
+    def _admit(self, problem: Problem, config: Config) -> bool:
         if not self.compiled(problem, config):
             return False
         if config in self._verdicts:
@@ -149,6 +173,11 @@ class Entrants:
             seconds=seconds,
             resources=self.resources.get(config, Resources()),
         )
+
+    def _turn(self, config: Config) -> RLock:
+        """Held by the one GPU that finds out about the config while the others wait."""
+        with self._asking:
+            return self._turns[config]
 
     def why_none(self) -> str:
         """Why a problem of the group has no decision."""
