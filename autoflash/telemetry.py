@@ -13,7 +13,7 @@ class Telemetry:
     """Reads one card; says None for everything where NVML is not installed or refuses."""
 
     def __init__(self, uuid: str) -> None:
-        self._nvml, self._handle = _open(uuid)
+        self._nvml, self._handle = card_handle(uuid)
 
     def braked(self) -> bool:
         """Whether the card is slowed by heat or by its power supply just now."""
@@ -42,7 +42,7 @@ class Telemetry:
             return None
 
 
-def _open(uuid: str) -> tuple[Any, Any]:
+def card_handle(uuid: str) -> tuple[Any, Any]:
     """The NVML module and the card's handle, None without them."""
     try:
         import pynvml

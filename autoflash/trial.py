@@ -45,13 +45,17 @@ class CudaDevice(Checker):
         torch.cuda.set_device(index)
         super().__init__("cuda", detect(index))
         uuid = torch.cuda.get_device_properties(index).uuid
-        self._telemetry = Telemetry(str(uuid))
+        self._uuid = str(uuid)
+        self._telemetry = Telemetry(self._uuid)
         self._sets: list[tuple[Inputs, torch.Tensor]] = []
         self._graphs: dict[Config, tuple[CallGraph, int]] = {}
         self._budget: Budget | None = None  # of the prepared problem's sampled rows
 
     def hello(self) -> tuple[Gpu, Toolchain]:
         return self._gpu, detect_toolchain()
+
+    def uuid(self) -> str:
+        return self._uuid
 
     def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
         with _failures():

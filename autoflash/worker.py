@@ -36,6 +36,10 @@ class CheckingDevice(Protocol):
 class Device(CheckingDevice, Protocol):
     """One that can time as well."""
 
+    def uuid(self) -> str:
+        """By which NVML knows the card."""
+        ...
+
     def prepare(self, problem: Problem, seed: int) -> None:
         """Make the rotating buffers of this problem, in place of the last one's."""
         ...
@@ -114,6 +118,9 @@ class Worker:
             return self._child.call("hello", deadline_s=self._deadlines.prepare_s)
         except Failure as failure:
             raise DeviceError(f"the GPU's worker cannot be started: {failure.reason}") from None
+
+    def uuid(self) -> str:
+        return self._attempt("uuid", deadline_s=self._deadlines.prepare_s)
 
     def prepare(self, problem: Problem, seed: int) -> None:
         self._armed.clear()
