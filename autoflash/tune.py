@@ -2,14 +2,17 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
 
 from autoflash import gpu as gpus
+from autoflash.busy import Busy, busy_share
+from autoflash.cards import open_card
 from autoflash.child import Failure
+from autoflash.clocks import clock_locked
 from autoflash.contest import Contest, first_batch
 from autoflash.cross import cross
 from autoflash.effort import Effort, TimeLimit, effort_of
@@ -58,13 +61,17 @@ class Options:
     seed: int
     strategy: str
     argv: tuple[str, ...]
+    lock_clocks: bool = False
 
 
 @dataclass(frozen=True)
 class TuneResult:
     """What a run came to. `undecided` are problems without a decision, each with the reason.
 
-    `trials` were made in this run, `reused` were taken from earlier ones.
+    `trials` were made in this run, `reused` were taken from earlier ones. `busy` is the share of
+    the time from the first trial to the last that the GPUs' processes were at work, None where
+    nothing was tried. `anytime` has for each problem the seconds since the run's start and the
+    best time from then on.
     """
 
     gpu: Gpu
@@ -76,15 +83,34 @@ class TuneResult:
     trials: int
     reused: int
     seconds: float
+    busy: float | None = None
+    anytime: tuple[tuple[Problem, tuple[tuple[float, float], ...]], ...] = ()
 
 
 def this_machine(gpu_index: int = 0) -> Machine:
     """The GPU at this index, or none where torch sees none. Starts no CUDA in this process."""
     if not gpus.cuda_available():
         return Machine(device=None, compiler=partial(TritonCompiler, with_cases=False))
-    from autoflash.trial import CudaDevice
+    return Machine(device=partial(open_card, gpu_index))
 
-    return Machine(device=partial(CudaDevice, gpu_index))
+
+def options_for(
+    *,
+    effort: str = "standard",
+    budget_s: float | None = None,
+    seed: int = 0,
+    strategy: str = "auto",
+    argv: Sequence[str] = (),
+    lock_clocks: bool = False,
+) -> Options:
+    """What a user asked, and the clock of its budget started. Raises AutoflashError."""
+    if interpreted():
+        raise AutoflashError("TRITON_INTERPRET is set: interpreted kernels cannot be tuned")
+    if budget_s is not None and not (isfinite(budget_s) and budget_s > 0):
+        raise AutoflashError(f"budget {budget_s} is not a positive number of seconds")
+    strategy_for(strategy, 1, 1)  # a wrong name is told before anything is started
+    limit = TimeLimit(budget_s)
+    return Options(effort_of(effort), limit, budget_s, seed, strategy, tuple(argv), lock_clocks)
 
 
 def tune(
@@ -98,28 +124,32 @@ def tune(
     seed: int = 0,
     strategy: str = "auto",
     argv: Sequence[str] = (),
+    lock_clocks: bool = False,
     machine: Machine | None = None,
 ) -> TuneResult:
     """Search every problem of the workload; each trial is in the database once it is made.
 
     `db` None is the user's own database. `target` names a known GPU to predict for, whatever is
-    in this machine. `budget_s` is a hard limit in seconds. Run again, it goes on where it was
-    stopped. Raises SearchError when every candidate of every problem failed, and BudgetError when
-    the budget ended before any was checked and timed; neither stores a winner.
+    in this machine. `budget_s` is a hard limit in seconds. `lock_clocks` holds the GPU's clock
+    where the driver allows it. Run again, it goes on where it was stopped. Raises SearchError
+    when every candidate of every problem failed, and BudgetError when the budget ended before any
+    was checked and timed; neither stores a winner.
     """
-    if interpreted():
-        raise AutoflashError("TRITON_INTERPRET is set: interpreted kernels cannot be tuned")
-    if budget_s is not None and not (isfinite(budget_s) and budget_s > 0):
-        raise AutoflashError(f"budget {budget_s} is not a positive number of seconds")
-    strategy_for(strategy, 1, 1)  # a wrong name is told before anything is started
-    limit = TimeLimit(budget_s)
-    options = Options(effort_of(effort), limit, budget_s, seed, strategy, tuple(argv))
+    options = options_for(
+        effort=effort,
+        budget_s=budget_s,
+        seed=seed,
+        strategy=strategy,
+        argv=argv,
+        lock_clocks=lock_clocks,
+    )
     predicted_for = gpus.known(target) if target else None
     machine = machine or this_machine(gpu_index)
     if machine.device is None or predicted_for:
         gpu = predicted_for or gpus.known(gpus.DEFAULT_TARGET)
         print(NO_GPU.format(gpu.name), file=sys.stderr, flush=True)
         return _predict(workload, replace(machine, device=None), options, gpu, db)
+    limit = options.limit
     with closing(Worker(machine.device, machine.deadlines, lambda: limit.left_s)) as worker:
         return _measure(workload, machine, options, worker, db)
 
@@ -128,13 +158,30 @@ def _measure(
     workload: Workload, machine: Machine, options: Options, worker: Worker, db: Path | None
 ) -> TuneResult:
     gpu, toolchain = worker.hello()
-    with _lab(workload, machine, options, worker, gpu, toolchain, db) as (lab, store, run_id):
+    with (
+        clocks_held(options, [worker]) as mhz,
+        _lab(workload, machine, options, worker, gpu, toolchain, db, mhz) as (lab, store, run_id),
+    ):
         lab.progress.notice(f"{gpu.name}, {len(workload.problems)} problems, database {store.path}")
         if lab.journal.known:
             lab.progress.notice(f"{lab.journal.known} candidates are known from earlier runs")
         groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
         decisions, failed = _search(lab, [Entrants(lab, group) for group in groups])
-        return _result(lab, store.path, run_id, toolchain, decisions, undecided + failed)
+        undecided += failed
+        return result_of(lab, store, run_id, toolchain, decisions, undecided, [worker.busy])
+
+
+@contextmanager
+def clocks_held(options: Options, workers: Sequence[Worker]) -> Iterator[int]:
+    """The clock that all the workers' cards are locked to, 0 where none or not all are."""
+    with ExitStack() as stack:
+        locks = []
+        for worker in workers if options.lock_clocks else ():
+            lock = stack.enter_context(clock_locked(worker.uuid()))
+            locks.append(lock)
+            if not lock.mhz:
+                print(f"clocks are not locked: {lock.why}", file=sys.stderr, flush=True)
+        yield min((lock.mhz for lock in locks), default=0)
 
 
 def _predict(
@@ -152,7 +199,7 @@ def _predict(
         lab.progress.notice(f"{len(workload.problems)} problems, database {store.path}")
         groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
         decisions, failed = predict(lab, [Entrants(lab, group) for group in groups])
-        return _result(lab, store.path, run_id, toolchain, decisions, undecided + failed)
+        return result_of(lab, store, run_id, toolchain, decisions, undecided + failed, [])
 
 
 def _search(
@@ -173,7 +220,7 @@ def _search(
         for problem in entrants.group.problems:
             number = len(decisions) + len(undecided) + len(of_group)
             lab.progress.begin(problem, number + 1, len(pairs))
-            decision, why = _contest(lab, entrants, problem, len(pairs) - number)
+            decision, why = decide(lab, entrants, problem, len(pairs) - number)
             lab.progress.decided(problem, decision, why)
             if decision:
                 of_group.append(decision)
@@ -194,7 +241,7 @@ def _time_defaults(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> None:
             continue
 
 
-def _contest(
+def decide(
     lab: Lab, entrants: Entrants, problem: Problem, problems_left: int
 ) -> tuple[Decision | None, str]:
     """The decision on a problem, or why there is none."""
@@ -214,6 +261,7 @@ def _lab(
     gpu: Gpu,
     toolchain: Toolchain,
     db: Path | None,
+    locked_mhz: int = 0,
 ) -> Iterator[tuple[Lab, Store, int]]:
     """What the search works with, and its run in the database, ended with its outcome."""
     deadline_s = machine.deadlines.compile_s
@@ -222,7 +270,7 @@ def _lab(
         closing(CompilePool(machine.compiler, machine.compile_processes, deadline_s)) as pool,
         closing(progress_for(gpu, options.budget_s)) as progress,
     ):
-        run_id = _start_run(store, gpu, toolchain, workload, options)
+        run_id = start_run(store, gpu, toolchain, workload, options, locked_mhz)
         lab = Lab(
             worker=worker,
             pool=pool,
@@ -253,9 +301,15 @@ def _lab(
             store.end_run(run_id, outcome)
 
 
-def _start_run(
-    store: Store, gpu: Gpu, toolchain: Toolchain, workload: Workload, options: Options
+def start_run(
+    store: Store,
+    gpu: Gpu,
+    toolchain: Toolchain,
+    workload: Workload,
+    options: Options,
+    locked_mhz: int = 0,
 ) -> int:
+    """The id of a new run of these problems."""
     run_id = store.start_run(
         gpu,
         toolchain,
@@ -264,19 +318,21 @@ def _start_run(
         budget_s=options.budget_s,
         argv=list(options.argv),
         protocol=PROTOCOL,
+        locked_clock_mhz=locked_mhz,
     )
     for problem, weight in workload.problems:
         store.add_problem(run_id, problem, weight)
     return run_id
 
 
-def _result(
+def result_of(
     lab: Lab,
-    db: Path,
+    store: Store,
     run_id: int,
     toolchain: Toolchain,
     decisions: Sequence[Decision],
     undecided: Sequence[tuple[Problem, str]],
+    of_gpus: Sequence[Busy],
 ) -> TuneResult:
     """Raises SearchError or BudgetError where nothing at all was decided."""
     if not decisions and undecided:
@@ -288,11 +344,13 @@ def _result(
     return TuneResult(
         gpu=lab.gpu,
         toolchain=toolchain,
-        db=db,
+        db=store.path,
         run_id=run_id,
         decisions=tuple(decisions),
         undecided=tuple(undecided),
         trials=lab.journal.trials,
         reused=lab.journal.reused,
         seconds=lab.limit.elapsed_s,
+        busy=busy_share(of_gpus),
+        anytime=tuple((p, tuple(points)) for p, points in store.anytime(run_id).items()),
     )

@@ -13,6 +13,7 @@ from autoflash.cli.table import print_table
 
 if TYPE_CHECKING:
     from autoflash.records import Decision
+    from autoflash.tune import TuneResult
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -48,6 +49,10 @@ def tune(
     strategy: Annotated[
         Literal["auto", "exhaustive", "random"], typer.Option(help="Which candidates are tried.")
     ] = "auto",
+    lock_clocks: Annotated[
+        bool,
+        typer.Option("--lock-clocks", help="Hold the GPU's clock while it is tuned, if allowed."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest correct kernel config for every problem of a workload.
@@ -70,6 +75,7 @@ def tune(
             seed=seed,
             strategy=strategy,
             argv=sys.argv[1:],
+            lock_clocks=lock_clocks,
         )
     for problem, why in result.undecided:
         notice(f"undecided: {title(problem)}: {why}")
@@ -77,13 +83,26 @@ def tune(
         f"{len(result.decisions)} problems decided by {result.trials} trials and {result.reused} "
         f"earlier ones in {result.seconds:.0f} s, in {result.db}"
     )
+    if result.busy is not None:
+        notice(f"the GPU was at work for {100 * result.busy:.0f} % of the time")
     decisions = [_as_object(decision) for decision in result.decisions]
     if as_json:
         undecided = [{"problem": title(p), "reason": why} for p, why in result.undecided]
         about = {"gpu": result.gpu.name, "db": str(result.db), "run_id": result.run_id}
+        about |= {"gpu_busy": result.busy, "anytime": _curves(result)}
         print_json({**about, "decisions": decisions, "undecided": undecided})
     elif decisions:
         print_table(list(decisions[0]), [list(each.values()) for each in decisions])
+
+
+def _curves(result: "TuneResult") -> list[dict[str, str]]:
+    """For each problem, `seconds:microseconds` of every time that was the best until then."""
+    from autoflash.problem import title
+
+    return [
+        {"problem": title(problem), "curve": " ".join(f"{s:.3f}:{us:.3f}" for s, us in points)}
+        for problem, points in result.anytime
+    ]
 
 
 def _as_object(decision: "Decision") -> dict[str, Any]:

@@ -44,6 +44,9 @@ class FakeDevice:
     def hello(self):
         return GPU, TOOLCHAIN
 
+    def uuid(self):
+        return "card"
+
     def check(self, problem, config, seed):
         self._meet(config, "check")
         return Verdict("", 0.5, 0.5, 1e-7)

@@ -284,6 +284,7 @@ def test_tune_gives_its_options_to_the_search_and_prints_what_it_came_to(
     example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
     options = ["--db", str(tmp_path / "a.db"), "--gpu", "1", "--target", "NVIDIA_A10"]
     options += ["--effort", "max", "--budget", "2m", "--seed", "7", "--strategy", "random"]
+    options += ["--lock-clocks"]
     assert run(monkeypatch, "tune", example, *options) == 0
     assert asked.pop("workload").name == "quickstart"
     assert asked == {
@@ -294,6 +295,7 @@ def test_tune_gives_its_options_to_the_search_and_prints_what_it_came_to(
         "budget_s": 120.0,
         "seed": 7,
         "strategy": "random",
+        "lock_clocks": True,
         "argv": ["tune", example, *options],
     }
     out, err = capsys.readouterr()
@@ -302,10 +304,17 @@ def test_tune_gives_its_options_to_the_search_and_prints_what_it_came_to(
 
 
 def test_tune_as_json_is_for_scripts(monkeypatch, capsys):
-    monkeypatch.setattr("autoflash.tune.tune", lambda workload, **options: tuned())
+    curves = ((prefill_of(), ((0.25, 12.0), (1.5, 10.0))),)
+    result = tuned(busy=0.934, anytime=curves)
+    monkeypatch.setattr("autoflash.tune.tune", lambda workload, **options: result)
     example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
     assert run(monkeypatch, "tune", example, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert "at work for 93 % of the time" in err and told["gpu_busy"] == 0.934
+    (curve,) = told["anytime"]
+    assert curve["problem"] == told["decisions"][0]["problem"]
+    assert curve["curve"] == "0.250:12.000 1.500:10.000"
     assert told["gpu"] == "NVIDIA H200"
     assert told["decisions"][0]["winner_us"] == winner_of(prefill_of()).decision.winner_us
     assert told["undecided"][0]["reason"] == "every candidate failed"
