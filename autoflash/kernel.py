@@ -94,7 +94,7 @@ def plan_of(
         workspace = torch.empty(shape, dtype=dtype, device=device)
         return workspace if workspace_fill is None else workspace.fill_(workspace_fill)
 
-    tail = (gpu.num_sms, config.as_dict(), new_workspace)
+    tail = (gpu.num_sms, config.as_dict(), new_workspace or plain_workspace)
     if p.op == "prefill":
         return module.plan(inputs.q, inputs.k, inputs.v, out, lse, scale, p.layout, *tail)
     return module.plan(
