@@ -2,9 +2,10 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -49,17 +50,17 @@ def outcome(decision: Decision, gpu: Gpu) -> str:
 
 
 class Lines:
-    """One plain line a problem, for files and pipes."""
+    """One plain line a problem, for files and pipes; `name` is the GPU's, of several."""
 
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: Gpu, name: str = "") -> None:
+        self._gpu, self._name = gpu, f"{name} " if name else ""
         self._numbered = ""
 
     def notice(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def begin(self, problem: Problem, number: int, problems: int) -> None:
-        self._numbered = f"[{number}/{problems}]"
+        self._numbered = f"{self._name}[{number}/{problems}]"
 
     def candidates(self, done: int, total: int, best_us: float, default_us: float) -> None:
         pass
@@ -73,17 +74,32 @@ class Lines:
 
 
 class LiveView(Lines):
-    """The same lines above a live one: candidates done, best so far, default, time left."""
+    """The same lines above a live one: candidates done, best so far, default, time left.
 
-    def __init__(self, gpu: Gpu, console: Console, budget_s: float | None) -> None:
-        super().__init__(gpu)
+    `beside` is the view of another GPU, under whose live line this one's is to stand.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        console: Console,
+        budget_s: float | None,
+        name: str = "",
+        beside: "LiveView | None" = None,
+    ) -> None:
+        super().__init__(gpu, name)
         self._console, self._budget_s = console, budget_s
         self._started = time.monotonic()
         self._problem, self._number, self._problems = "", 0, 1
         self._counts = (0, 0, 0.0, 0.0)
         self._percent = 0.0
+        if beside is not None:
+            self._views, self._live = beside._views, beside._live
+            self._views.append(self)
+            return
+        self._views = [self]
         self._live = Live(
-            get_renderable=self.line, console=console, refresh_per_second=4, transient=True
+            get_renderable=self.lines, console=console, refresh_per_second=4, transient=True
         )
         self._live.start()
 
@@ -114,6 +130,10 @@ class LiveView(Lines):
         parts.append(f"{_clock(self._left_s(done, total))} left")
         return Text("  ".join(parts), overflow="ellipsis", no_wrap=True)
 
+    def lines(self) -> Group:
+        """The live lines of all the GPUs, now."""
+        return Group(*(view.line() for view in self._views))
+
     def _left_s(self, done: int, total: int) -> float:
         """Seconds left at the pace so far, never more than the budget leaves."""
         elapsed = time.monotonic() - self._started
@@ -126,6 +146,19 @@ def progress_for(gpu: Gpu, budget_s: float | None) -> Progress:
     """The live view where stderr is a terminal, else lines."""
     console = Console(stderr=True)
     return LiveView(gpu, console, budget_s) if console.is_terminal else Lines(gpu)
+
+
+def progress_for_each(
+    named: Sequence[tuple[str, Gpu]], budget_s: float | None
+) -> Sequence[Progress]:
+    """The same for each of several GPUs, which have a name each."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return [Lines(gpu, name) for name, gpu in named]
+    views: list[LiveView] = []
+    for name, gpu in named:
+        views.append(LiveView(gpu, console, budget_s, name, views[0] if views else None))
+    return views
 
 
 def _clock(seconds: float) -> str:

@@ -33,7 +33,13 @@ def tune(
         Path | None,
         typer.Option(metavar="FILE", help="The database, else $AUTOFLASH_DB, else yours."),
     ] = None,
-    gpu: Annotated[int, typer.Option(metavar="INDEX", min=0, help="Which GPU of several.")] = 0,
+    gpu: Annotated[
+        int, typer.Option(metavar="INDEX", min=0, help="Which one of several GPUs.")
+    ] = 0,
+    several: Annotated[
+        str | None,
+        typer.Option("--gpus", metavar="all|LIST", help="Several GPUs at once: all, or 0,1,3."),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Only predict, for a known GPU; without one, for H200."),
@@ -60,23 +66,44 @@ def tune(
     Every trial is stored once it is made: stopped and run again, it goes on from there. Without a
     GPU it compiles, checks in an interpreter and predicts, and says so.
     """
-    from autoflash.problem import title
     from autoflash.tune import tune as tuned
     from autoflash.workload import load_workload
 
+    if several is not None and (gpu or target):
+        raise typer.BadParameter("--gpus goes with neither --gpu nor --target")
+    asked: dict[str, Any] = {
+        "effort": effort,
+        "budget_s": budget,
+        "seed": seed,
+        "strategy": strategy,
+        "argv": sys.argv[1:],
+        "lock_clocks": lock_clocks,
+    }
     with store_warnings_told():
-        result = tuned(
-            load_workload(workload),
-            db=db,
-            gpu_index=gpu,
-            target=target,
-            effort=effort,
-            budget_s=budget,
-            seed=seed,
-            strategy=strategy,
-            argv=sys.argv[1:],
-            lock_clocks=lock_clocks,
-        )
+        loaded = load_workload(workload)
+        if several is None:
+            results = [tuned(loaded, db=db, gpu_index=gpu, target=target, **asked)]
+        else:
+            from autoflash.fleet import tune_on_chosen
+
+            results = tune_on_chosen(loaded, several, db=db, **asked)
+    for result in results:
+        _tell(result)
+    if as_json:
+        objects = [_as_json(result) for result in results]
+        print_json(objects[0] if several is None else {"results": objects})
+        return
+    rows = [(result.gpu.name, _as_object(d)) for result in results for d in result.decisions]
+    of_types = len(results) > 1
+    named = [({"gpu": name} if of_types else {}) | decision for name, decision in rows]
+    if named:
+        print_table(list(named[0]), [list(each.values()) for each in named])
+
+
+def _tell(result: "TuneResult") -> None:
+    """What a run came to, as notices."""
+    from autoflash.problem import title
+
     for problem, why in result.undecided:
         notice(f"undecided: {title(problem)}: {why}")
     notice(
@@ -85,14 +112,21 @@ def tune(
     )
     if result.busy is not None:
         notice(f"the GPU was at work for {100 * result.busy:.0f} % of the time")
-    decisions = [_as_object(decision) for decision in result.decisions]
-    if as_json:
-        undecided = [{"problem": title(p), "reason": why} for p, why in result.undecided]
-        about = {"gpu": result.gpu.name, "db": str(result.db), "run_id": result.run_id}
-        about |= {"gpu_busy": result.busy, "anytime": _curves(result)}
-        print_json({**about, "decisions": decisions, "undecided": undecided})
-    elif decisions:
-        print_table(list(decisions[0]), [list(each.values()) for each in decisions])
+
+
+def _as_json(result: "TuneResult") -> dict[str, Any]:
+    """A run for scripts."""
+    from autoflash.problem import title
+
+    return {
+        "gpu": result.gpu.name,
+        "db": str(result.db),
+        "run_id": result.run_id,
+        "gpu_busy": result.busy,
+        "anytime": _curves(result),
+        "decisions": [_as_object(decision) for decision in result.decisions],
+        "undecided": [{"problem": title(p), "reason": why} for p, why in result.undecided],
+    }
 
 
 def _curves(result: "TuneResult") -> list[dict[str, str]]:

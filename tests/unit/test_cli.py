@@ -320,6 +320,34 @@ def test_tune_as_json_is_for_scripts(monkeypatch, capsys):
     assert told["undecided"][0]["reason"] == "every candidate failed"
 
 
+def test_several_gpus_give_a_result_for_each_type(monkeypatch, capsys, tmp_path):
+    asked = {}
+
+    def tune_on_chosen(workload, chosen, **options):
+        asked.update(options, chosen=chosen)
+        return [tuned(run_id=1), tuned(run_id=2, gpu=replace(tuned().gpu, name="NVIDIA A10"))]
+
+    monkeypatch.setattr("autoflash.fleet.tune_on_chosen", tune_on_chosen)
+    example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+    options = ["--gpus", "0,1", "--db", str(tmp_path / "a.db"), "--seed", "3"]
+    assert run(monkeypatch, "tune", example, *options, "--json") == 0
+    assert (asked["chosen"], asked["seed"], asked["db"]) == ("0,1", 3, tmp_path / "a.db")
+    told = json.loads(capsys.readouterr().out)["results"]
+    assert [(each["gpu"], each["run_id"]) for each in told] == [
+        ("NVIDIA H200", 1),
+        ("NVIDIA A10", 2),
+    ]
+    assert run(monkeypatch, "tune", example, *options) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("gpu") and "NVIDIA A10" in rows[-1]
+
+
+def test_several_gpus_and_one_gpu_are_not_asked_for_together(monkeypatch):
+    example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+    assert run(monkeypatch, "tune", example, "--gpus", "all", "--gpu", "1") == 2
+    assert run(monkeypatch, "tune", example, "--gpus", "all", "--target", "NVIDIA_A10") == 2
+
+
 def test_a_predicted_choice_shows_no_times(monkeypatch, capsys):
     decision = replace(winner_of(prefill_of()).decision, source="predicted")
     result = tuned(decisions=(decision,))

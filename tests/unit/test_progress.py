@@ -9,7 +9,7 @@ from rich.console import Console
 
 from autoflash.config import Config
 from autoflash.problem import Problem
-from autoflash.progress import Lines, LiveView, outcome, progress_for
+from autoflash.progress import Lines, LiveView, outcome, progress_for, progress_for_each
 from autoflash.records import Decision
 
 PROBLEM = Problem("prefill", "bf16", 4, 32, 8, 128, 8192, 8192)
@@ -61,3 +61,28 @@ def test_the_live_line_shows_candidates_best_default_and_time_left():
 
 def test_no_live_view_where_stderr_is_no_terminal():
     assert type(progress_for(GPU, None)) is Lines
+
+
+def test_several_gpus_have_a_live_line_each_under_one_another():
+    written = StringIO()
+    console = Console(file=written, force_terminal=True, width=200)
+    first = LiveView(GPU, console, None, "GPU 0")
+    second = LiveView(GPU, console, None, "GPU 3", beside=first)
+    first.begin(PROBLEM, 1, 2)
+    second.begin(PROBLEM, 2, 2)
+    shown = first.lines().renderables
+    second.decided(PROBLEM, DECISION)
+    for view in (first, second):
+        view.close()
+    assert [line.plain[:11] for line in shown] == ["GPU 0 [1/2]", "GPU 3 [2/2]"]
+    assert "GPU 3 [2/2] prefill" in written.getvalue()
+
+
+def test_lines_of_several_gpus_name_theirs(capsys):
+    for view, number in zip(
+        progress_for_each([("GPU 0", GPU), ("GPU 3", GPU)], None), (1, 2), strict=True
+    ):
+        view.begin(PROBLEM, number, 2)
+        view.decided(PROBLEM, DECISION)
+    told = [line[:11] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["GPU 0 [1/2]", "GPU 3 [2/2]"]

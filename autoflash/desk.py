@@ -1,0 +1,85 @@
+"""Desk: what several threads ask the one that owns the database to do, one thing after another."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from autoflash.journal import Journal
+from autoflash.records import Decision, Trial
+
+Result = TypeVar("Result")
+
+
+class Stopped(Exception):
+    """The search is over: nothing is written any more."""
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A thread has ended, with this error where it is no ordinary end."""
+
+    error: BaseException | None
+
+
+class Desk:
+    """`serve` runs in the thread that owns the database; everything else in the others."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[_Left | tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self.closed = False
+
+    def do(self, work: Callable[[], Result]) -> Result:
+        """What `work` gives, once it is done. Raises what it raises, Stopped on a closed desk."""
+        if self.closed:
+            raise Stopped
+        answer: Future[Result] = Future()
+        self._asked.put((work, answer))
+        return answer.result()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """The last word of a thread."""
+        self._asked.put(_Left(error))
+
+    def serve(self, threads: int) -> None:
+        """Do what is asked until so many threads have left. Raises the first error of one."""
+        while threads:
+            asked = self._asked.get()
+            if isinstance(asked, _Left):
+                threads -= 1
+                if asked.error is not None:
+                    raise asked.error
+                continue
+            work, answer = asked
+            try:
+                answer.set_result(work())
+            except Exception as error:
+                answer.set_exception(error)
+            except BaseException:  # Ctrl-C: whoever asked must not wait for ever
+                answer.set_exception(Stopped())
+                raise
+
+    def turn_away(self) -> None:
+        """Let those go whose work is not done, after `closed` was set; again until all have."""
+        while True:
+            try:
+                asked = self._asked.get_nowait()
+            except Empty:
+                return
+            if not isinstance(asked, _Left):
+                asked[1].set_exception(Stopped())
+
+
+class SharedJournal(Journal):
+    """A journal of several threads, which writes at a desk."""
+
+    def __init__(self, desk: Desk, *of_journal: Any) -> None:
+        super().__init__(*of_journal)
+        self._desk = desk
+
+    def record(self, trial: Trial) -> Trial:
+        return self._desk.do(lambda: Journal.record(self, trial))
+
+    def decide(self, decision: Decision) -> Decision:
+        return self._desk.do(lambda: Journal.decide(self, decision))
