@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 from autoflash.check import Case, Checker, plan_for, small_cases_of
 from autoflash.config import Config
-from autoflash.contest import first_batch
 from autoflash.entrants import Entrants, Lab
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
-from autoflash.groups import digest_of
+from autoflash.groups import Group, digest_of
 from autoflash.inputs import make_inputs
 from autoflash.kernel import new_outputs
 from autoflash.problem import Problem
 from autoflash.records import Decision, Resources
 from autoflash.roofline import floor
+from autoflash.search.random import random
 from autoflash.toolchain import Toolchain, detect_toolchain
 from autoflash.worker import Deadlines, LimitReached
 
@@ -57,7 +57,7 @@ def predict(
     for entrants, problem in pairs:
         entrants.ask([entrants.group.default(problem, lab.gpu)])
     for entrants, problem in pairs:
-        entrants.ask(_interpretable(first_batch(lab, entrants.group, problem)))
+        entrants.ask(_candidates(lab, entrants.group, problem))
     decisions, undecided = [], []
     for number, (entrants, problem) in enumerate(pairs, 1):
         lab.progress.begin(problem, number, len(pairs))
@@ -98,7 +98,7 @@ def predicted_us(problem: Problem, config: Config, resources: Resources, gpu: Gp
 def _choice(lab: Lab, entrants: Entrants, problem: Problem) -> Decision | None:
     """The best predicted config that is right, unless it promises little over a right default."""
     default = entrants.group.default(problem, lab.gpu)
-    batch = _interpretable(first_batch(lab, entrants.group, problem))
+    batch = _candidates(lab, entrants.group, problem)
     predictions: dict[Config, float] = {}
     for done, config in enumerate(entrants.ready(batch, lab.limit), 1):
         if entrants.compiled(problem, config):
@@ -116,9 +116,14 @@ def _choice(lab: Lab, entrants: Entrants, problem: Problem) -> Decision | None:
     return None
 
 
-def _interpretable(configs: Sequence[Config]) -> list[Config]:
-    """Those whose numerics can be checked here: what was not checked is not chosen."""
-    return [config for config in configs if family_of(config.family).interpretable]
+def _candidates(lab: Lab, group: Group, problem: Problem) -> list[Config]:
+    """Those whose numerics can be checked here, all or as many as the effort allows.
+
+    What was not checked is not chosen, and no strategy could learn from what was not timed.
+    """
+    candidates = group.candidates(problem, lab.gpu)
+    checkable = [config for config in candidates if family_of(config.family).interpretable]
+    return next(random(checkable, lab.effort.max_candidates, lab.seed))
 
 
 def _decision(

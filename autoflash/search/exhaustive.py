@@ -1,4 +1,4 @@
-"""Exhaustive search: every candidate, in the order of the space."""
+"""Exhaustive search: every candidate, in the order given."""
 
 from collections.abc import Generator, Mapping, Sequence
 
@@ -6,7 +6,7 @@ from autoflash.config import Config
 
 
 def exhaustive(
-    candidates: Sequence[Config], most: int, seed: int
+    candidates: Sequence[Config], most: int, seed: int, starts: int = 1
 ) -> Generator[list[Config], Mapping[Config, float], None]:
-    """All candidates in one batch, whatever `most` and `seed` are."""
+    """All candidates in one batch, whatever `most`, `seed` and `starts` are."""
     yield list(candidates)

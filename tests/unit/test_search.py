@@ -7,6 +7,7 @@ from autoflash.effort import EFFORTS, TimeLimit, effort_of
 from autoflash.errors import AutoflashError
 from autoflash.search import STRATEGIES, strategy_for
 from autoflash.search.exhaustive import exhaustive
+from autoflash.search.hill_climb import hill_climb, neighbours
 from autoflash.search.random import random
 
 CONFIGS = [Config.of("prefill", {"BLOCK_M": i}) for i in range(300)]
@@ -39,14 +40,98 @@ def test_random_depends_on_the_seed_alone():
     assert proposed(random, 40, seed=1) != proposed(random, 40, seed=2)
 
 
+def test_random_draws_the_same_configs_in_whatever_order_they_are_given():
+    default, *others = CONFIGS
+    drawn = next(random([default, *others[::-1]], 40, 1))
+    assert drawn[0] == default and drawn[1] > drawn[2]  # in the order given
+    assert set(drawn) == set(proposed(random, 40, seed=1))
+
+
 def test_random_of_more_than_there_are_proposes_all():
     assert sorted(proposed(random, 1000)) == sorted(CONFIGS)
 
 
 def test_auto_is_exhaustive_up_to_two_hundred_candidates():
     assert strategy_for("auto", 200, 1000) is exhaustive
-    assert strategy_for("auto", 201, 1000) is random
-    assert strategy_for("auto", 100, 24) is random  # more than the effort allows
+    assert strategy_for("auto", 201, 1000) is hill_climb
+    assert strategy_for("auto", 100, 24) is hill_climb  # more than the effort allows
+
+
+def grid_config(block_m, block_n, load="pointer"):
+    knobs = {"BLOCK_M": block_m, "BLOCK_N": block_n, "LOAD": load}
+    return Config.of("prefill", knobs)
+
+
+SIZES = (16, 32, 64, 128, 256, 512)
+GRID = [grid_config(m, n, load) for m in SIZES for n in SIZES for load in ("pointer", "descriptor")]
+
+
+def climbed(us_of, most, seed=0, starts=1, candidates=GRID):
+    """The batches of a hill climb over made-up times; None is a failure."""
+    times, batches = {}, []
+    proposals = hill_climb(candidates, most, seed, starts)
+    batch = next(proposals)
+    while batch:
+        batches.append(batch)
+        times |= {config: us for config in batch if (us := us_of(config)) is not None}
+        try:
+            batch = proposals.send(times)
+        except StopIteration:
+            break
+    return batches
+
+
+def valley(config):
+    """One optimum, which single steps lead to: BLOCK_M 512, BLOCK_N 512, descriptors."""
+    load = 5 if config["LOAD"] == "pointer" else 0
+    return 100 + 10 * (10 - SIZES.index(config["BLOCK_M"]) - SIZES.index(config["BLOCK_N"])) + load
+
+
+def test_a_neighbour_is_one_step_of_one_knob_away():
+    found = set(neighbours(grid_config(64, 16), GRID))
+    assert found == {
+        grid_config(32, 16),
+        grid_config(128, 16),
+        grid_config(64, 32),
+        grid_config(64, 16, "descriptor"),
+    }
+
+
+def test_a_step_goes_over_values_that_are_no_candidates():
+    holed = [config for config in GRID if config["BLOCK_M"] != 128]
+    assert grid_config(256, 16) in neighbours(grid_config(64, 16), holed)
+
+
+def test_a_hill_climb_reaches_the_optimum_of_a_valley_in_half_the_candidates():
+    best = min(GRID, key=valley)
+    for seed in range(10):
+        tried = [c for batch in climbed(valley, len(GRID) // 2, seed) for c in batch]
+        assert best in tried, seed
+
+
+def test_a_hill_climb_begins_with_its_starts_and_climbs_from_the_best():
+    starts = [GRID[0], grid_config(256, 512)]
+    candidates = [*starts, *(config for config in GRID if config not in starts)]
+    first, second, *_ = climbed(valley, 30, starts=2, candidates=candidates)
+    assert first[:2] == starts and len(first) > 2
+    assert set(neighbours(starts[1], GRID)) - set(first) <= set(second)
+
+
+def test_a_hill_climb_tries_so_many_and_none_twice():
+    for most in (1, 2, 5, 30, len(GRID), 1000):
+        tried = [config for batch in climbed(valley, most) for config in batch]
+        assert len(tried) == len(set(tried)) == min(most, len(GRID))
+
+
+def test_a_hill_climb_goes_on_where_most_fail():
+    best = min(GRID, key=valley)
+    tried = climbed(lambda c: valley(c) if c == best else None, len(GRID))
+    assert {config for batch in tried for config in batch} == set(GRID)
+
+
+def test_a_hill_climb_depends_on_the_seed_alone():
+    assert climbed(valley, 30, seed=1) == climbed(valley, 30, seed=1)
+    assert climbed(valley, 30, seed=1) != climbed(valley, 30, seed=2)
 
 
 def test_every_strategy_proposes_the_default_first():
@@ -55,7 +140,7 @@ def test_every_strategy_proposes_the_default_first():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(AutoflashError, match="known are auto, exhaustive, random"):
+    with pytest.raises(AutoflashError, match="known are auto, exhaustive, hill_climb, random"):
         strategy_for("anneal", 1, 1)
     with pytest.raises(AutoflashError, match="known are quick, standard, max"):
         effort_of("extreme")

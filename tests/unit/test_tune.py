@@ -48,7 +48,8 @@ def distinct(configs):
 
 
 def search(db, fake, *problems, **options):
-    return tune(workload(*problems), db=db, machine=fake, **{"effort": "quick", **options})
+    usual = {"effort": "quick", "strategy": "random"}
+    return tune(workload(*problems), db=db, machine=fake, **usual | options)
 
 
 def stored(db, sql):

@@ -1,0 +1,79 @@
+"""Replay: a strategy run on a recorded table, as if on the GPU that it was measured on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import mean
+
+from autoflash.config import Config
+from autoflash.search import STRATEGIES, Strategy
+from autoflash.search.recorded import Recorded
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a strategy found with so many trials: shares of replays, and the worst loss of all."""
+
+    strategy: str
+    start: str
+    trials: int
+    within_1_percent: float
+    within_5_percent: float
+    worst: float
+
+
+def compared(
+    table: Sequence[Recorded],
+    strategy: str,
+    trials: Iterable[int],
+    seeds: Sequence[int],
+    start: str = "default",
+) -> list[Compared]:
+    """A row for each number of trials, over every problem and seed.
+
+    The loss is that of the best config tried, by its recorded time. `start` is the only config
+    known at first: the default, or the slowest, which is as if nothing were known.
+    """
+    rows = []
+    for most in trials:
+        losses = []
+        for recorded in table:
+            first = recorded.default if start == "default" else _slowest(recorded)
+            order = [first, *sorted(config for config in recorded.timed if config != first)]
+            for seed in seeds:
+                tried = replay(recorded, STRATEGIES[strategy], most, seed, order)
+                losses.append(min(recorded.loss(config) for config in tried))
+        within_1, within_5 = (mean(loss <= share for loss in losses) for share in (0.01, 0.05))
+        rows.append(Compared(strategy, start, most, within_1, within_5, max(losses)))
+    return rows
+
+
+def replay(
+    recorded: Recorded,
+    strategy: Strategy,
+    most: int,
+    seed: int,
+    candidates: Sequence[Config] = (),
+    starts: int = 1,
+) -> list[Config]:
+    """The configs a strategy tries, in order; what it is told is drawn anew from the table.
+
+    `candidates` are the table's configs in another order than the table's.
+    """
+    random = Random(f"{seed} {recorded.problem}")
+    tried: dict[Config, float] = {}
+    proposals = strategy(candidates or list(recorded.timed), most, seed, starts)
+    batch = next(proposals)
+    while batch:
+        for config in batch:
+            if config not in tried:
+                tried[config] = recorded.timed[config].draw(random, 1)[0]
+        try:
+            batch = proposals.send(tried)
+        except StopIteration:
+            break
+    return list(tried)
+
+
+def _slowest(recorded: Recorded) -> Config:
+    return max(recorded.timed, key=lambda config: recorded.timed[config].median_us)
