@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from autoflash import kernel
 from autoflash.families import FAMILIES, serving
 from autoflash.gpu import KNOWN
 from autoflash.kernel import CompileError, compile_candidate
@@ -88,5 +89,6 @@ def test_a_compile_error_names_the_line_and_the_template_part(monkeypatch, tmp_p
     line = 1 + next(i for i, text in enumerate(broken.splitlines()) if "no_such_function" in text)
     wrong = type(rendered)(rendered.variant, broken, rendered.digest)
     monkeypatch.setattr("autoflash.kernel.render", lambda variant: wrong)
+    monkeypatch.setattr(kernel, "_loaded", kernel._loaded.__wrapped__)  # not what was loaded before
     with pytest.raises(CompileError, match=rf"\.py:{line} \(prefill/.*\.jinja\): .*no_such_func"):
         compile_candidate(problem, FAMILIES["prefill"].default(problem, gpu), gpu)

@@ -2,9 +2,9 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,11 +56,12 @@ def test_help_imports_nothing_heavier_than_typer():
 
 def test_help_answers_within_the_time_of_a_blink():
     def seconds() -> float:
-        start = time.perf_counter()
+        """Of the processor: the wall clock also counts what other processes take."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([*RUN, "--help"], capture_output=True, check=True)
-        return time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # the best of several, since other processes may hold the cores
     assert min(seconds() for _ in range(7)) < 0.3
 
 
