@@ -13,24 +13,31 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 
 from autoflash.errors import AutoflashError
 
 START = "import sys; from autoflash.child import serve; serve(*map(int, sys.argv[1:]))"
 START_DEADLINE_S = 180.0  # importing torch and starting CUDA on a loaded machine
+# Nothing here sends these without saying so; earlyoom and its like begin with SIGTERM.
+OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+KILLED = "killed from outside"  # begins such a reason
+OUT_OF_GPU_MEMORY = "out of GPU memory"  # begins such a reason
+
+Result = TypeVar("Result")
 
 
 class Failure(Exception):
     """A candidate that failed, as a Trial will say it: a status and the reason.
 
     `fatal` says that the process it happened in is of no more use: CUDA keeps an illegal access
-    for good, every later call of the process fails with it.
+    for good, every later call of the process fails with it. `chance` says that another try may
+    well end otherwise: something outside killed the process, or the host had no memory left.
     """
 
-    def __init__(self, status: str, reason: str, fatal: bool = False) -> None:
-        super().__init__(status, reason, fatal)
-        self.status, self.reason, self.fatal = status, reason, fatal
+    def __init__(self, status: str, reason: str, fatal: bool = False, chance: bool = False) -> None:
+        super().__init__(status, reason, fatal, chance)
+        self.status, self.reason, self.fatal, self.chance = status, reason, fatal, chance
 
     def __str__(self) -> str:
         return f"{self.status}: {self.reason}"
@@ -38,6 +45,16 @@ class Failure(Exception):
 
 class ChildError(Exception):
     """An exception of the serving process that no candidate explains: our own mistake."""
+
+
+def twice(work: Callable[[], Result]) -> Result:
+    """What `work` gives; tried once more where chance made it fail."""
+    try:
+        return work()
+    except Failure as failure:
+        if not failure.chance:
+            raise
+    return work()
 
 
 class Child:
@@ -118,7 +135,7 @@ class Child:
                 raise Failure("timeout", f"no answer within {deadline_s:g} s; its process killed")
             answered, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError, BrokenPipeError):
-            raise Failure("runtime", self._death(), fatal=True) from None
+            raise self._death() from None
         except KeyboardInterrupt:
             self.close()  # an answer may still be under way: never read it as the next one's
             raise
@@ -128,7 +145,7 @@ class Child:
             self.close()
         raise value
 
-    def _death(self) -> str:
+    def _death(self) -> Failure:
         """How the process ended, with the last line it wrote."""
         assert self._process is not None and self._errors is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -137,10 +154,14 @@ class Child:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         self.close()
-        how = "was closed"
+        how = "its process was closed"
+        if code is not None and -code in OUTSIDE:
+            how = f"{KILLED}: its process got {signal.Signals(-code).name}, as where a host's "
+            return Failure("runtime", how + "memory is full", fatal=True, chance=True)
         if code is not None:
-            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return f"its process {how}" + (f": {lines[-1][:300]}" if lines else "")
+            how = f"exited with {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
+            how = f"its process {how}"
+        return Failure("runtime", how + (f": {lines[-1][:300]}" if lines else ""), fatal=True)
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -171,6 +192,9 @@ def _reply(connection: Connection, work: Callable[[], Any]) -> None:
         answer = pickle.dumps((True, work()))
     except (Failure, AutoflashError) as error:
         failure = error
+    except MemoryError as error:
+        failure = Failure("runtime", "out of host memory", fatal=True, chance=True)
+        _clear(error)
     except Exception as error:
         failure = ChildError("".join(traceback.format_exception(error)))
         _clear(error)

@@ -58,7 +58,7 @@ def _others(
         config
         for config in finalists
         if config not in known
-        and config not in entrants.failed
+        and not entrants.is_out(decision.problem, config)
         and why_refused(decision.problem, config, lab.gpu) is None
     }
     ranked = sorted(valid, key=lambda config: (-winners[config], -finalists[config], config))

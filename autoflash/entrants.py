@@ -10,7 +10,7 @@ from threading import RLock
 from typing import Self
 
 from autoflash.accuracy import Verdict
-from autoflash.child import Failure
+from autoflash.child import KILLED, OUT_OF_GPU_MEMORY, Failure
 from autoflash.config import Config
 from autoflash.effort import Effort, TimeLimit
 from autoflash.families import family_of, why_refused
@@ -22,6 +22,9 @@ from autoflash.problem import Problem
 from autoflash.progress import Progress
 from autoflash.records import Resources, Trial
 from autoflash.worker import Worker
+
+# What a shape's size, or the host's memory at that moment, may have caused.
+OF_ONE_SHAPE = (OUT_OF_GPU_MEMORY, KILLED)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,11 @@ class Lab:
 
 
 class Entrants:
-    """Who may be timed in a group. A candidate that failed once is out for all its problems."""
+    """Who may be timed in a group.
+
+    A candidate that failed once is out for all its problems; for one alone where the failure says
+    nothing about the others.
+    """
 
     def __init__(self, lab: Lab, group: Group) -> None:
         self._lab, self.group = lab, group
@@ -50,6 +57,7 @@ class Entrants:
         self._verdicts: dict[Config, Verdict] = {}
         self.resources: dict[Config, Resources] = {}
         self.failed: dict[Config, Trial] = {}
+        self._failed_here: dict[tuple[Problem, Config], Trial] = {}
         self._asking = RLock()
         self._turns: defaultdict[Config, RLock] = defaultdict(RLock)
 
@@ -69,12 +77,15 @@ class Entrants:
             if config in self._futures or config in self._verdicts or config in self.failed:
                 continue
             earlier = self._lab.journal.of_group(self.group.problems, config)
-            failures = [trial for trial in earlier if trial.status != "correct"]
-            if failures:
-                self.failed[config] = failures[0]
-            elif earlier:
-                self.resources[config] = earlier[0].resources
-                self._verdicts[config] = _verdict_of(earlier[0])
+            for trial in earlier:
+                if trial.status != "correct":
+                    self._out(trial)
+            right = [trial for trial in earlier if trial.status == "correct"]
+            if config in self.failed:
+                continue
+            if right:
+                self.resources[config] = right[0].resources
+                self._verdicts[config] = _verdict_of(right[0])
             else:
                 self._futures[config] = self._compiling(config)
 
@@ -103,13 +114,17 @@ class Entrants:
             self._binaries[binary] = self._lab.pool.submit(problems, config, gpu)
         return self._binaries[binary]
 
+    def is_out(self, problem: Problem, config: Config) -> bool:
+        """Whether an earlier failure speaks against trying the config on this problem."""
+        return config in self.failed or (problem, config) in self._failed_here
+
     def compiled(self, problem: Problem, config: Config) -> bool:
         """Whether the config compiled and fits; a failure is recorded as a trial."""
         with self._turn(config):
             return self._compiled(problem, config)
 
     def _compiled(self, problem: Problem, config: Config) -> bool:
-        if config in self.failed:
+        if self.is_out(problem, config):
             return False
         if config in self.resources:
             return True
@@ -145,9 +160,15 @@ class Entrants:
     def fail(
         self, problem: Problem, config: Config, stage: str, failure: Failure, seconds: float
     ) -> None:
-        """Record what a candidate did wrong; it is not tried again in this group."""
+        """Record what a candidate did wrong; it is not tried again."""
         trial = self.trial(problem, config, stage, failure.status, seconds)
-        self.failed[config] = self._lab.journal.record(replace(trial, error=failure.reason))
+        self._out(self._lab.journal.record(replace(trial, error=failure.reason)))
+
+    def _out(self, failed: Trial) -> None:
+        if failed.error.startswith(OF_ONE_SHAPE):
+            self._failed_here[failed.problem, failed.config] = failed
+        else:
+            self.failed[failed.config] = failed
 
     def trial(
         self,
@@ -181,10 +202,11 @@ class Entrants:
 
     def why_none(self) -> str:
         """Why a problem of the group has no decision."""
-        if self._lab.limit.over or not self.failed:
+        failed = [*self.failed.values(), *self._failed_here.values()]
+        if self._lab.limit.over or not failed:
             return "the budget ended before a candidate was checked and timed"
-        config, trial = next(iter(self.failed.items()))
-        return f"every candidate failed, first {config}: {trial.status}: {trial.error}"
+        first = failed[0]
+        return f"every candidate failed, first {first.config}: {first.status}: {first.error}"
 
 
 def _verdict_of(trial: Trial) -> Verdict:

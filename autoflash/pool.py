@@ -5,10 +5,11 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from autoflash.check import cases_of
-from autoflash.child import Child, Failure
+from autoflash.child import Child, Failure, twice
 from autoflash.config import Config
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
@@ -122,9 +123,14 @@ class CompilePool:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(child.call("compile", *arguments, deadline_s=self._deadline_s))
+                future.set_result(twice(partial(self._compile, child, arguments)))
             except Failure as failure:
                 status = "compile" if failure.status == "runtime" else failure.status
                 future.set_exception(Failure(status, f"compiler: {failure.reason}"))
             except Exception as error:
                 future.set_exception(error)
+
+    def _compile(self, child: Child, arguments: tuple[Any, ...]) -> Resources:
+        if self._closed:  # it was this that killed the process
+            raise Failure("compile", "never compiled")
+        return child.call("compile", *arguments, deadline_s=self._deadline_s)

@@ -19,7 +19,7 @@ from autoflash.bench import (
     sets_needed,
 )
 from autoflash.check import Checker, sample_rows
-from autoflash.child import Failure
+from autoflash.child import OUT_OF_GPU_MEMORY, Failure
 from autoflash.config import Config
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs, sequence_lengths
@@ -160,7 +160,8 @@ def _failures() -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         gc.collect()
         torch.cuda.empty_cache()
-        raise Failure("runtime", f"out of GPU memory: {str(error).splitlines()[0]}") from None
+        first_line = str(error).splitlines()[0]
+        raise Failure("runtime", f"{OUT_OF_GPU_MEMORY}: {first_line}") from None
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         reason = f"{type(error).__name__}: {first_line}"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from autoflash.accuracy import Verdict
 from autoflash.bench import Timing
 from autoflash.busy import Busy
-from autoflash.child import Child, Failure
+from autoflash.child import Child, Failure, twice
 from autoflash.config import Config
 from autoflash.errors import DeviceError
 from autoflash.gpu import Gpu
@@ -85,9 +85,9 @@ DEADLINES = Deadlines()
 class Worker:
     """Calls of a device in a process of its own, which is started again whenever it dies.
 
-    The new process gets the prepared problem and the armed configs of the old one. `limit_s`
-    says how many seconds are left to the whole search: no call waits longer, but raises
-    LimitReached.
+    The new process gets the prepared problem and the armed configs of the old one, and a call
+    whose process was killed from outside is made once more. `limit_s` says how many seconds are
+    left to the whole search: no call waits longer, but raises LimitReached.
     """
 
     def __init__(
@@ -114,8 +114,9 @@ class Worker:
 
     def hello(self) -> tuple[Gpu, Toolchain]:
         """Raises DeviceError when the process cannot be started."""
+        deadline_s = self._deadlines.prepare_s
         try:
-            return self._child.call("hello", deadline_s=self._deadlines.prepare_s)
+            return twice(lambda: self._child.call("hello", deadline_s=deadline_s))
         except Failure as failure:
             raise DeviceError(f"the GPU's worker cannot be started: {failure.reason}") from None
 
@@ -165,11 +166,14 @@ class Worker:
     def _attempt(
         self, method: str, *arguments: Any, deadline_s: float, arm: float | None = None
     ) -> Any:
-        if self._child.pid is None:
-            self._restore()
-            if arm is not None:
-                self._call("arm", arguments[0], arm, deadline_s=deadline_s)
-        return self._call(method, *arguments, deadline_s=deadline_s)
+        def once() -> Any:
+            if self._child.pid is None:
+                self._restore()
+                if arm is not None:
+                    self._call("arm", arguments[0], arm, deadline_s=deadline_s)
+            return self._call(method, *arguments, deadline_s=deadline_s)
+
+        return twice(once)
 
     def _call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
         left_s = self._limit_s()

@@ -39,6 +39,9 @@ class Service:
     def abort(self):
         os.abort()
 
+    def run_out_of_memory(self):
+        raise MemoryError
+
     def exit_with_a_word(self):
         print("LLVM ERROR: unreachable", file=sys.stderr, flush=True)
         os._exit(7)

@@ -1,14 +1,18 @@
 """A device and a compiler without a GPU: times are a function of the config, faults are planted."""
 
+import contextlib
 import os
+import resource
+import signal
 import time
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from zlib import crc32
 
 from autoflash.accuracy import Verdict
 from autoflash.bench import Timing
-from autoflash.child import Failure
+from autoflash.child import OUT_OF_GPU_MEMORY, Failure
 from autoflash.families import family_of
 from autoflash.gpu import known
 from autoflash.records import Clocks, Resources
@@ -27,9 +31,10 @@ def time_us(problem, config):
 
 
 class FakeDevice:
-    """`faults` says what each config does wrong: wrong, out_of_bounds, hang, abort, raise.
+    """`faults` says what each config does wrong: see `_meet`.
 
-    A fault shows in `check`, or where it says after an @. With `brake` the card is slowed by heat
+    A fault shows in `check`, or where it says after an @, and for a key (problem, config) on that
+    problem alone. With `brake` the card is slowed by heat
     in every other sample.
     """
 
@@ -94,7 +99,8 @@ class FakeDevice:
     def _meet(self, config, where):
         if self._broken:
             raise Failure("runtime", "an illegal memory access was encountered", fatal=True)
-        fault, _, only = self._faults.get(config, "").partition("@")
+        planted = self._faults.get((self._problem, config)) or self._faults.get(config, "")
+        fault, _, only = planted.partition("@")
         if not fault or fault == "brake" or where != (only or "check"):
             return
         if fault == "wrong":
@@ -108,11 +114,28 @@ class FakeDevice:
             time.sleep(1000)
         if fault == "abort":
             os.abort()
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.startswith("killed once "):
+            killed_once(fault)
+            return
+        if fault == "gpu memory":
+            raise Failure("runtime", f"{OUT_OF_GPU_MEMORY}: tried to allocate 2 GiB")
         raise AssertionError(f"no such fault: {fault}")
 
 
+def killed_once(fault):
+    """`killed once FILE`: by what made the file, so that another try goes well."""
+    with contextlib.suppress(FileExistsError):
+        Path(fault.removeprefix("killed once ")).touch(exist_ok=False)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class FakeCompiler:
-    """`faults` by what is compiled: error, hang, abort, spills, big (too much shared memory)."""
+    """`faults` by what is compiled: error, hang, abort, memory, spills, `killed once FILE`.
+
+    Or big: too much shared memory.
+    """
 
     def __init__(self, faults: Mapping = {}) -> None:
         self._faults = dict(faults)
@@ -125,6 +148,11 @@ class FakeCompiler:
             time.sleep(1000)
         if fault == "abort":
             os.abort()
+        if fault == "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+            bytearray(8 << 30)
+        if fault.startswith("killed once "):
+            killed_once(fault)
         spills = 4096 if fault == "spills" else 0
         smem = 10**6 if fault == "big" else 49152
         return Resources(96, spills, smem, 1, 0)

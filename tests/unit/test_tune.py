@@ -68,6 +68,8 @@ def db(tmp_path):
 
 
 FAULTS = {
+    "killed": "runtime",
+    "gpu memory": "runtime",
     "out_of_bounds": "runtime",
     "hang": "timeout",
     "abort": "runtime",
@@ -78,6 +80,7 @@ FAULTS = {
     "abort@sample": "runtime",
 }
 COMPILE_FAULTS = {
+    "memory": "compile",
     "error": "compile",
     "abort": "compile",
     "hang": "timeout",
@@ -186,6 +189,34 @@ def test_a_failed_candidate_is_not_tried_again(db):
     failures = [trial for trial in trials(db) if trial.config == bad]
     assert search(db, machine(), seed=0).trials == 0
     assert [trial for trial in trials(db) if trial.config == bad] == failures
+
+
+def test_a_candidate_too_large_for_one_shape_is_tried_on_the_others(db):
+    _, *others = tried()
+    large = next(config for config in others if config in tried(LONGER))
+    times = dict.fromkeys({*tried(), *tried(LONGER)}, 100.0) | {large: 50.0}
+    fake = machine({(PROBLEM, large): "gpu memory@screen"}, times)
+    one, other = search(db, fake, PROBLEM, LONGER).decisions
+    assert one.winner != large and other.winner == large
+    (failure,) = (trial for trial in trials(db) if trial.status != "correct")
+    assert (failure.config, failure.status) == (large, "runtime")
+    assert failure.error.startswith("out of GPU memory")
+    again = search(db, machine(times=times), PROBLEM, LONGER)
+    assert again.trials == 0 and again.decisions == (one, other)
+
+
+def test_kills_from_outside_cost_no_candidate(db, tmp_path):
+    default, best, *_ = distinct(tried())
+    faults = {
+        best: f"killed once {tmp_path / 'check'}",
+        default: f"killed once {tmp_path}/s@sample",
+    }
+    compile_faults = {binary(best): f"killed once {tmp_path / 'compile'}"}
+    times = dict.fromkeys(tried(), 100.0) | {best: 50.0}
+    (decision,) = search(db, machine(faults, times, compile_faults)).decisions
+    assert decision.winner == best and decision.default_us == pytest.approx(100, rel=0.01)
+    assert all(trial.status == "correct" for trial in trials(db))
+    assert {path.name for path in tmp_path.iterdir()} >= {"check", "s", "compile"}
 
 
 def test_finalists_of_every_shape_are_timed_on_the_groups_other_shapes(db):

@@ -77,6 +77,12 @@ def test_a_process_that_aborts_is_a_runtime_failure_naming_the_signal(child):
     assert failure.value.status == "runtime" and failure.value.fatal
 
 
+def test_a_service_out_of_host_memory_is_a_failure_and_its_process_is_given_up(child):
+    with pytest.raises(Failure, match=r"^runtime: out of host memory$") as failure:
+        child.call("run_out_of_memory", deadline_s=10)
+    assert failure.value.chance and child.pid is None
+
+
 def test_the_last_line_of_a_dead_process_is_told(child):
     with pytest.raises(Failure, match="exited with 7: LLVM ERROR: unreachable"):
         child.call("exit_with_a_word", deadline_s=10)
@@ -148,6 +154,32 @@ def test_a_new_process_gets_the_problem_and_the_armed_configs_of_the_dead_one():
     after, _ = worker.sample(GOOD)
     worker.close()
     assert worker.starts == 2 and abs(before - after) < 1
+
+
+def test_a_call_whose_process_was_killed_from_outside_is_made_once_more(tmp_path):
+    worker = fake_worker({BAD: f"killed once {tmp_path / 'once'}@sample"})
+    worker.prepare(PROBLEM, 0)
+    for config in (GOOD, BAD):
+        worker.arm(config, 1e5)
+    assert worker.sample(BAD)[0] > 0 and worker.sample(GOOD)[0] > 0
+    worker.close()
+    assert worker.starts == 2
+
+
+def test_a_worker_killed_while_it_waits_is_started_again():
+    worker = fake_worker({})
+    worker.hello()
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.check(PROBLEM, GOOD, 0).correct
+    worker.close()
+
+
+def test_a_candidate_whose_process_is_killed_twice_is_told_so():
+    worker = fake_worker({BAD: "killed"})
+    with pytest.raises(Failure, match=r"^runtime: killed from outside: its process got SIGKILL"):
+        worker.check(PROBLEM, BAD, 0)
+    worker.close()
+    assert worker.starts == 2
 
 
 def test_after_an_illegal_access_the_next_candidate_finds_a_working_device():
