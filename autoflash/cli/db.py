@@ -1,4 +1,4 @@
-"""`autoflash db`: where the database is, whether it is sound, and winners in and out as JSONL."""
+"""`autoflash db`: where the database is, whether it is sound, merging, winners in and out."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from autoflash.cli.query import Database
 from autoflash.cli.table import print_rows_as_json, print_table
 
 app = typer.Typer(
-    help="The database itself: where it is, its schema, winners in and out, whether it is sound.",
+    help="The database itself: where it is, merging, winners in and out, whether it is sound.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -65,6 +65,29 @@ def load(
     with store_warnings_told(), Store.open(db) as store:
         for file in files:
             print(f"{file}: {load_winners(store, file)} new winners")
+
+
+@app.command("merge")
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Databases to read.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where all of it goes.")
+    ],
+) -> None:
+    """Put every row of several databases into one, which may be there already.
+
+    All GPUs, runs, trials and decisions are kept. What is there already is not doubled: a database
+    merged again brings only what is new. The winner is the latest decision on a problem, as in any
+    database. Nothing is written unless all files can be read.
+    """
+    from autoflash.store.merging import merge as merged
+
+    with store_warnings_told():
+        for each in merged(files, output):
+            print(
+                f"{each.path}: {each.runs} new runs, {each.trials} new trials, "
+                f"{each.decisions} new decisions"
+            )
 
 
 @app.command("check")

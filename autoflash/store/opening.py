@@ -5,7 +5,7 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,13 +54,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """A read-only connection to the database at `path`. Raises StoreError as the writable one."""
     with told(path):
-        _refuse_folder(path)
-        if not path.is_file():
-            raise StoreError(f"{path}: there is no such database")
-        uri = readonly_uri(path, _must_be_immutable(path))
-        conn = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+        conn = _connected_for_reading(path)
         try:
-            _when_free(lambda: _refuse_stranger(conn, path))
             if MIGRATIONS.pending(Database(conn, execute_plugins=False)):
                 raise StoreError(
                     f"{path}: made by an older autoflash, or empty: `autoflash db load` mends it"
@@ -69,6 +64,27 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             conn.close()
             raise
     return conn
+
+
+@contextmanager
+def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
+    """A private copy of the database as it is at this moment, migrated, while others write to it.
+
+    Raises StoreError as the others do, and for a file that is damaged or has no tables.
+    """
+    with told(path), closing(sqlite3.connect("", isolation_level=None)) as copied:
+        with closing(_connected_for_reading(path)) as conn:
+            conn.backup(copied)
+        damage = [text for (text,) in copied.execute("PRAGMA integrity_check") if text != "ok"]
+        damage = damage or copied.execute("PRAGMA foreign_key_check").fetchall()
+        if damage:
+            raise StoreError(f"{path}: is damaged: `autoflash db check` says how")
+        db = Database(copied, execute_plugins=False)
+        if not MIGRATIONS.applied(db):
+            raise StoreError(f"{path}: is empty, no database of autoflash")
+        with transaction(copied):
+            MIGRATIONS.apply(db)
+        yield copied
 
 
 def readonly_uri(path: Path, immutable: bool) -> str:
@@ -105,6 +121,21 @@ def told(path: Path) -> Iterator[None]:
         raise StoreError(f"{path}: {error.strerror}") from None
 
 
+def _connected_for_reading(path: Path) -> sqlite3.Connection:
+    """A read-only connection to a database of autoflash, whichever of its versions made it."""
+    _refuse_folder(path)
+    if not path.is_file():
+        raise StoreError(f"{path}: there is no such database")
+    uri = readonly_uri(path, _must_be_immutable(path))
+    conn = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+    try:
+        _when_free(lambda: _refuse_stranger(conn, path))
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
 def _must_be_immutable(path: Path) -> bool:
     """Whether no -shm file, which reading in WAL mode needs, is beside or can be made.
 
@@ -117,7 +148,7 @@ def _must_be_immutable(path: Path) -> bool:
         warnings.warn(
             f"{path}: its folder cannot be written, so what is still in {wal.name} is not seen",
             StoreWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return True
 

@@ -1,0 +1,294 @@
+"""Merging: no row is lost, none is doubled, the winners are those of all, all of it or nothing."""
+
+import shutil
+import sqlite3
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from store_samples import A100, H200, OLDER, PROBLEM, TOOLCHAIN, decision, run, trial
+from store_writer import Writer
+
+from autoflash.cli import main
+from autoflash.errors import StoreError
+from autoflash.store import Store, load_winners, merging
+from autoflash.store.checking import check
+from autoflash.store.merging import KEYS, MADE_IN_RUNS, merge
+from autoflash.store.winners import dump_winners
+
+TABLES = (*KEYS, "runs", "run_problems", *MADE_IN_RUNS)
+TIMES = ["2026-01-01T00:00:00.000+00:00", "2026-01-02T00:00:00+00:00", "2026-01-03T00:00:00Z"]
+
+# (GPU, toolchain, what the run made: shape, microseconds, when decided or None for a trial alone)
+runs = st.tuples(
+    st.sampled_from([H200, A100, replace(H200, power_limit_w=500)]),
+    st.sampled_from([TOOLCHAIN, OLDER]),
+    st.lists(
+        st.tuples(
+            st.integers(1, 3), st.sampled_from([5.0, 7.5, 9.0]), st.none() | st.sampled_from(TIMES)
+        ),
+        max_size=5,
+    ),
+)
+databases = st.lists(runs, max_size=4)
+
+
+def fill(path, of_runs, uids=True):
+    with Store.open(path) as store:
+        for gpu, toolchain, made in of_runs:
+            started = run(store, gpu, toolchain)
+            for batch, us, at in made:
+                problem = replace(PROBLEM, batch=batch)
+                store.add_problem(started, problem, us)
+                store.record_trial(started, trial(problem, us=us))
+                if at:
+                    row = store.record_decision(started, decision(problem, us=us))
+                    store.conn.execute(
+                        "UPDATE decisions SET decided_at = ? WHERE id = ?", (at, row)
+                    )
+            store.end_run(started, "finished")
+        if not uids:  # as before they were
+            store.conn.execute("UPDATE runs SET uid = '', started_at = '2026-01-01T00:00:00'")
+    return path
+
+
+def counts(path):
+    with Store.open(path, readonly=True) as store:
+        return {
+            table: store.conn.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+            for table in TABLES
+        }
+
+
+def content(path):
+    """The trials, what they refer to written out, as a multiset."""
+    with Store.open(path, readonly=True) as store:
+        trials = (store.trials(gpu, chain) for gpu in (H200, A100) for chain in (TOOLCHAIN, OLDER))
+        return Counter(each for some in trials for each in some)
+
+
+def winners(path):
+    with Store.open(path, readonly=True) as store:
+        return store.winners()
+
+
+def key_of(winner):
+    return (winner.gpu.identity, winner.toolchain, winner.decision.problem, winner.decision.source)
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@given(first=databases, second=databases, uids=st.booleans())
+def test_every_row_of_each_is_kept_once_and_the_winners_are_those_of_all(
+    tmp_path_factory, first, second, uids
+):
+    folder = tmp_path_factory.mktemp("merged")
+    a, b, out = (folder / f"{name}.db" for name in ("a", "b", "out"))
+    fill(a, first, uids), fill(b, second)
+    merge([a, b], out)
+    of_a, of_b, merged = counts(a), counts(b), counts(out)
+    for table in ("runs", "run_problems", *MADE_IN_RUNS):
+        assert merged[table] == of_a[table] + of_b[table], table
+    assert content(out) == content(a) + content(b)
+    latest = {}
+    for each in [*winners(a), *winners(b)]:  # the later of two of the same moment
+        held = latest.get(key_of(each))
+        if held is None or each.decided_at >= held.decided_at:
+            latest[key_of(each)] = each
+    assert {key_of(each): each for each in winners(out)} == latest
+    for again in ([a, b], [b, a], [out]):
+        assert all(not (m.runs or m.trials or m.decisions) for m in merge(again, out))
+    assert counts(out) == merged
+    with Store.open(out, readonly=True) as store:
+        assert not [finding for finding in check(store) if finding.bad]
+
+
+def test_gpus_of_two_types_stand_side_by_side_and_only_what_is_shared_is_joined(tmp_path):
+    a = fill(tmp_path / "a.db", [(H200, TOOLCHAIN, [(1, 7.5, TIMES[0])])])
+    b = fill(tmp_path / "b.db", [(A100, TOOLCHAIN, [(1, 9.0, TIMES[0]), (2, 9.0, None)])])
+    first, second = merge([a, b], tmp_path / "out.db")
+    assert (first.runs, first.trials, first.decisions) == (1, 1, 1)
+    assert (second.runs, second.trials, second.decisions) == (1, 2, 1)
+    merged = counts(tmp_path / "out.db")
+    assert (merged["gpus"], merged["toolchains"], merged["problems"]) == (2, 1, 2)
+    assert {each.gpu: each.decision.winner_us for each in winners(tmp_path / "out.db")} == {
+        H200: 7.5,
+        A100: 9.0,
+    }
+
+
+def test_a_run_that_went_on_after_it_was_merged_brings_only_the_rest(tmp_path):
+    a, out = tmp_path / "a.db", tmp_path / "out.db"
+    with Store.open(a) as store:
+        started = run(store)
+        for _ in range(2):  # equal in all but when
+            store.record_trial(started, trial())
+        merge([a], out)
+        for us in (7.5, 6.0):
+            store.record_trial(started, trial(us=us))
+        store.end_run(started, "finished")
+    (added,) = merge([a], out)
+    assert (added.runs, added.trials) == (0, 2) and counts(out)["trials"] == 4
+    with Store.open(out, readonly=True) as store:
+        assert store.conn.execute("SELECT outcome FROM runs").fetchall() == [("finished",)]
+
+
+def test_a_kernels_text_is_kept_from_whichever_has_it(tmp_path):
+    a, b, out = (tmp_path / f"{name}.db" for name in ("a", "b", "out"))
+    fill(a, [(H200, TOOLCHAIN, [(1, 7.5, TIMES[0])])])
+    dump_winners(winners(a), tmp_path)
+    with Store.open(b) as store:
+        load_winners(store, tmp_path / "NVIDIA_H200.jsonl")  # brings no text
+    with Store.open(a) as store:
+        store.add_kernel("decode", "decode", "d1", "the text")
+    for paths in ([a, b], [b, a]):
+        merge(paths, out)
+        with Store.open(out, readonly=True) as store:
+            assert store.conn.execute("SELECT text FROM kernels").fetchall() == [("the text",)]
+        out.unlink()
+
+
+def test_the_output_may_be_one_of_the_inputs(tmp_path):
+    a = fill(tmp_path / "a.db", [(H200, TOOLCHAIN, [(1, 7.5, None)])])
+    b = fill(tmp_path / "b.db", [(A100, TOOLCHAIN, [(1, 9.0, None)])])
+    merge([a, b], a)
+    assert counts(a)["trials"] == 2 and counts(b)["trials"] == 1
+
+
+def older(path):
+    """A database as the first schema had it."""
+    fill(path, [(H200, TOOLCHAIN, [(1, 7.5, TIMES[0])])])
+    with sqlite3.connect(path) as conn:
+        conn.execute("DROP VIEW anytime")
+        conn.execute("ALTER TABLE runs DROP COLUMN uid")
+        conn.execute("ALTER TABLE runs DROP COLUMN locked_clock_mhz")
+        conn.execute("DELETE FROM _sqlite_migrations WHERE name LIKE 'm002%'")
+    conn.close()
+    return path
+
+
+def test_a_database_of_an_older_schema_is_merged_and_left_as_it_is(tmp_path):
+    path, out = older(tmp_path / "old.db"), tmp_path / "out.db"
+    for expected in (1, 0):
+        (added,) = merge([path], out)
+        assert (added.runs, added.trials, added.decisions) == (expected,) * 3
+    with pytest.raises(StoreError, match="older"):
+        Store.open(path, readonly=True)
+
+
+def newer(path):
+    fill(path, [])
+    with sqlite3.connect(path) as conn:
+        conn.execute(
+            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) "
+            "VALUES ('autoflash', 'm999_later', '2030-01-01')"
+        )
+    conn.close()
+
+
+def damaged(path):
+    fill(path, [(H200, TOOLCHAIN, [(1 + n % 3, 7.5, None) for n in range(200)])])
+    with sqlite3.connect(path) as conn:
+        conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    conn.close()
+    data = bytearray(path.read_bytes())
+    data[4096 * 12 : 4096 * 40] = b"\xff" * (4096 * 28)
+    path.write_bytes(data)
+
+
+def dangling(path):
+    fill(path, [(H200, TOOLCHAIN, [(1, 7.5, None)])])
+    with sqlite3.connect(path) as conn:
+        conn.execute("UPDATE trials SET config_id = 77")
+    conn.close()
+
+
+BROKEN = {
+    "newer": (newer, "written by a newer autoflash"),
+    "damaged": (damaged, "damaged|malformed"),
+    "dangling": (dangling, "damaged"),
+    "text": (lambda path: path.write_text("not a database" * 100), "not a database"),
+    "empty": (lambda path: path.write_bytes(b""), "is empty"),
+    "folder": (lambda path: path.mkdir(), "is a folder"),
+    "missing": (lambda path: None, "there is no such database"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_input_that_cannot_be_read_is_refused_in_a_line_and_nothing_is_written(
+    tmp_path, name, capsys, monkeypatch
+):
+    make, why = BROKEN[name]
+    good, bad, out = (tmp_path / f"{each}.db" for each in ("good", "bad", "out"))
+    fill(good, [(H200, TOOLCHAIN, [(1, 7.5, None)])])
+    make(bad)
+    with pytest.raises(StoreError, match=why):
+        merge([good, bad], out)
+    assert not out.exists()
+    shutil.copy(good, out)
+    monkeypatch.setattr(
+        "sys.argv", ["autoflash", "db", "merge", str(good), str(bad), "-o", str(out)]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and line.startswith(f"error: {bad}")
+    assert counts(out) == counts(good)
+
+
+def test_a_merge_that_fails_half_way_adds_nothing(tmp_path, monkeypatch):
+    a, b, out = (tmp_path / f"{each}.db" for each in ("a", "b", "out"))
+    for path in (a, b):
+        fill(path, [(H200, TOOLCHAIN, [(1, 7.5, None)])])
+    add, added = merging._add, []
+
+    def second_fails(source, target, path):
+        if added:
+            raise StoreError("disk is full")
+        added.append(add(source, target, path))
+        return added[0]
+
+    monkeypatch.setattr(merging, "_add", second_fails)
+    with pytest.raises(StoreError, match="disk is full"):
+        merge([a, b], out)
+    assert added[0].trials == 1 and not out.exists()
+    shutil.copy(a, out)
+    before = counts(out)
+    added.clear()
+    with pytest.raises(StoreError, match="disk is full"):
+        merge([b, a], out)
+    assert added[0].trials == 1 and counts(out) == before
+
+
+def test_a_reader_sees_the_output_as_it_was_or_with_all_of_it(tmp_path):
+    out = fill(tmp_path / "out.db", [(H200, TOOLCHAIN, [(1, 7.5, None)])])
+    big = fill(tmp_path / "big.db", [(A100, TOOLCHAIN, [(1, 9.0, TIMES[0])] * 300)])
+    seen, began, done = set(), threading.Event(), threading.Event()
+
+    both = "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM trials)"
+
+    def read():
+        while not done.is_set():
+            with Store.open(out, readonly=True) as store:
+                seen.add(store.conn.execute(both).fetchone())
+            began.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert began.wait(10)
+    merge([big], out)
+    done.set()
+    reader.join()
+    assert (1, 1) in seen and seen <= {(1, 1), (2, 301)} and counts(out)["trials"] == 301
+
+
+def test_an_input_that_another_process_is_writing_to_is_read_as_it_is(tmp_path):
+    a, out = fill(tmp_path / "a.db", [(H200, TOOLCHAIN, [(1, 7.5, None)])]), tmp_path / "out.db"
+    writer = Writer()
+    writer.tell("hold", a)
+    assert writer.heard() == "inside"  # of a transaction that never ends
+    (added,) = merge([a], out)
+    writer.end()
+    assert added.trials == 1
