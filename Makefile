@@ -12,7 +12,7 @@ EFFORT ?= quick
 tune: environment
 	mkdir -p out
 	.venv/bin/autoflash tune $(WORKLOAD) --db out/tune.db --effort $(EFFORT)
-	.venv/bin/autoflash export --db out/tune.db --allow-predicted -o out/attention_dispatch.py
+	.venv/bin/autoflash export --db out/tune.db --allow-predicted -o out/attention_dispatch.py > out/export.txt
 	$(RUN) examples/check_against_sdpa.py out/attention_dispatch.py $(WORKLOAD)
 
 # The whole CPU suite. A process either compiles kernels or interprets them, so it takes two.
