@@ -11,6 +11,8 @@ from autoflash.problem import Problem
 from autoflash.records import Decision, Resources, Trial
 
 TIE = 0.005  # what differs by more than this is no tie, however wide the interval
+# What differs by less is a tie, however narrow the interval: a second run tells it apart otherwise.
+RESOLUTION = 0.002
 CONFIDENCE = 0.95
 RESAMPLES = 1000
 FEWEST_ROUNDS = 3  # fewer paired rounds say nothing about their spread
@@ -131,7 +133,8 @@ def overlapping(trials: Sequence[Trial], keep: int) -> list[Trial]:
 
 
 def _tied(interval: Interval) -> bool:
-    return interval.low <= 0 <= interval.high and abs(interval.value) <= TIE
+    overlaps = interval.low <= 0 <= interval.high
+    return abs(interval.value) <= (TIE if overlaps else RESOLUTION)
 
 
 def _simplicity(config: Config, resources: Mapping[Config, Resources]) -> tuple[object, ...]:
