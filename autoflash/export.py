@@ -4,14 +4,16 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autoflash import __version__
+from autoflash.config import Config
 from autoflash.errors import ExportError
 from autoflash.families import FAMILIES, why_refused
 from autoflash.gpu import Gpu
-from autoflash.portfolio import Measured, Served, choose_portfolio
+from autoflash.portfolio import Measured, Served, choose_portfolio, unseen_regrets
 from autoflash.problem import Problem, Variant
 from autoflash.records import Winner
 from autoflash.render import render
@@ -31,11 +33,15 @@ Made by autoflash {version}; not for editing. Needs torch and triton.
 
 @dataclass(frozen=True)
 class ExportedRow:
-    """One tuned problem of the module: its GPU, what serves it and what that loses."""
+    """One tuned problem of the module: its GPU, what serves it and what that loses.
+
+    `unseen_regret` is what it would lose had it not been tuned, None where that was not measured.
+    """
 
     gpu: Gpu
     served: Served
     source: str
+    unseen_regret: float | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +116,13 @@ def _portfolios(winners: Iterable[Winner], most_configs: int) -> list[ExportedRo
         groups[key].append(winner)
     rows = []
     for group in groups.values():
-        served = choose_portfolio([_measured(winner) for winner in group], most_configs)
+        measured = [_measured(winner) for winner in group]
+        served = choose_portfolio(measured, most_configs)
+        valid = partial(_valid, group[0].gpu)
+        unseen = unseen_regrets(measured, most_configs, valid)
         rows += [
-            ExportedRow(winner.gpu, one, winner.decision.source)
-            for winner, one in zip(group, served, strict=True)
+            ExportedRow(winner.gpu, one, winner.decision.source, regret)
+            for winner, one, regret in zip(group, served, unseen, strict=True)
         ]
     return sorted(rows, key=lambda row: (row.gpu.slug, row.gpu.identity, row.served.problem))
 
@@ -127,7 +136,11 @@ def _measured(winner: Winner) -> Measured:
         if why_refused(decision.problem, config, winner.gpu) is None
     }
     times[decision.winner] = decision.winner_us
-    return Measured(decision.problem, decision.winner, times, winner.weight)
+    return Measured(decision.problem, decision.winner, times, winner.weight, decision.default)
+
+
+def _valid(gpu: Gpu, problem: Problem, config: Config) -> bool:
+    return why_refused(problem, config, gpu) is None
 
 
 def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:

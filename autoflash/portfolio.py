@@ -1,11 +1,12 @@
 """The portfolio: the few configs that serve a group of problems at the least measured loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
 from autoflash.config import Config
 from autoflash.problem import Problem
+from autoflash.runtime.match import match_distance, match_sizes
 
 # A further config must lower the group's mean regret by this much to be worth its place.
 WORTH = 0.001
@@ -28,6 +29,7 @@ class Measured:
     winner: Config
     times: Mapping[Config, float]
     weight: float = 1.0
+    default: Config | None = None
 
     def regret(self, config: Config) -> float:
         """The config's time over the best one's, minus one; infinite where it was not measured."""
@@ -61,6 +63,39 @@ def choose_portfolio(group: Sequence[Measured], most: int) -> list[Served]:
             config = measured.winner
         served.append(Served(measured.problem, config, measured.regret(config)))
     return served
+
+
+def unseen_regrets(
+    group: Sequence[Measured], most: int, valid: Callable[[Problem, Config], bool]
+) -> list[float | None]:
+    """What each problem would lose had it not been tuned: leave one out.
+
+    The others' portfolio serves it as the exported module does, by the nearest whose config is
+    `valid` for it, else by the default. None where it has no time of what would serve it. Its own
+    times are not used to choose.
+    """
+    return [_unseen(measured, group, most, valid) for measured in group]
+
+
+def _unseen(
+    left_out: Measured,
+    group: Sequence[Measured],
+    most: int,
+    valid: Callable[[Problem, Config], bool],
+) -> float | None:
+    others = [measured for measured in group if measured.problem != left_out.problem]
+    sizes = match_sizes(left_out.problem)
+    nearest: tuple[float, Problem, Config] | None = None
+    for served in choose_portfolio(others, most) if others else []:
+        distance = match_distance(sizes, match_sizes(served.problem))
+        if distance is None or not valid(left_out.problem, served.config):
+            continue
+        if nearest is None or (distance, served.problem) < nearest[:2]:
+            nearest = (distance, served.problem, served.config)
+    config = nearest[2] if nearest else left_out.default
+    if config is None or config not in left_out.times:
+        return None
+    return left_out.regret(config)
 
 
 def _cost(group: Sequence[Measured], chosen: Sequence[Config]) -> tuple[int, float]:

@@ -1,7 +1,9 @@
 """`autoflash export`: the module that serves what was measured, from databases and for GPUs."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,9 +13,18 @@ from autoflash.cli.options import AsJson
 from autoflash.cli.table import print_rows_as_json, print_table
 
 if TYPE_CHECKING:
+    from autoflash.export import ExportedRow
     from autoflash.records import Winner
 
-COLUMNS = ("gpu", "problem", "family", "knobs_json", "loses_percent", "source")
+COLUMNS = (
+    "gpu",
+    "problem",
+    "family",
+    "knobs_json",
+    "loses_percent",
+    "unseen_loses_percent",
+    "source",
+)
 
 
 def export(
@@ -39,8 +50,9 @@ def export(
     """Write one Python module that serves what was measured.
 
     Databases are laid over each other, the first on top, and over the winners shipped with
-    autoflash. The rows printed say which config serves each problem, and what it loses against
-    the problem's own winner.
+    autoflash. The rows printed say which config serves each problem, what it loses against the
+    problem's own winner, and what the problem would lose had it not been tuned: an estimate for
+    shapes that were not.
     """
     from autoflash.export import export as exported
     from autoflash.export import write_module
@@ -56,6 +68,7 @@ def export(
         notice(f"{count} winners left out: {reason}")
     configs = {(row.gpu, row.served.config) for row in module.rows}
     notice(f"{output}: {len(module.rows)} problems served by {len(configs)} configs")
+    _tell_unseen(module.rows)
     from autoflash.problem import title
 
     rows = [
@@ -65,6 +78,7 @@ def export(
             row.served.config.family,
             row.served.config.to_json(),
             round(100 * row.served.regret, 2),
+            None if row.unseen_regret is None else round(100 * row.unseen_regret, 2),
             row.source,
         )
         for row in module.rows
@@ -73,6 +87,20 @@ def export(
         print_rows_as_json(COLUMNS, rows)
     else:
         print_table(COLUMNS, rows)
+
+
+def _tell_unseen(rows: "Sequence[ExportedRow]") -> None:
+    """What shapes that were not tuned may lose: each tuned one, left out, served by the others."""
+    from autoflash.problem import title
+
+    known = [(row.unseen_regret, row) for row in rows if row.unseen_regret is not None]
+    if known:
+        mean = geometric_mean(1 + regret for regret, _ in known) - 1
+        worst, row = max(known, key=lambda each: each[0])
+        notice(
+            f"had it not been tuned, a problem would lose {100 * mean:.1f} % (geometric mean of "
+            f"{len(known)}); worst {100 * worst:.1f} %: {title(row.served.problem)}"
+        )
 
 
 def _winners(databases: list[Path]) -> list["Winner"]:

@@ -211,6 +211,25 @@ def test_a_portfolio_is_kept_small_and_says_what_it_loses():
     assert len({row.served.config for row in export(winners, most_configs=3).rows}) == 3
 
 
+def test_what_a_shape_would_lose_untuned_is_served_as_the_module_serves_it():
+    configs = candidates(prefill_of())[:2]
+    winners = []
+    for i, seqlen in enumerate((512, 1024, 2048)):
+        times = {configs[0]: 10.0 + i, configs[1]: 11.0}
+        ordered = tuple(sorted(times.items(), key=lambda item: item[1]))
+        best, us = ordered[0]
+        problem = prefill_of(seqlen_q=seqlen)
+        winners.append(winner_of(problem, best, winner_us=us, times=ordered))
+    rows = {row.served.problem.seqlen_q: row for row in export(winners).rows}
+    for left_out in winners:
+        problem, times = left_out.decision.problem, dict(left_out.decision.times)
+        others = [winner for winner in winners if winner != left_out]
+        choice = selector_of(export(others).text).choose(problem, DEVICE)
+        served = times[Config.of("prefill", choice.knobs)]
+        expected = served / min(times.values()) - 1
+        assert rows[problem.seqlen_q].unseen_regret == pytest.approx(expected)
+
+
 def test_a_module_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(ExportError, match=r"the module's name must end in \.py"):
         write_module("text", tmp_path / "module")

@@ -1,13 +1,14 @@
 """A few configs serve a group of problems; what each loses is said."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoflash.config import Config
-from autoflash.portfolio import Measured, choose_portfolio
+from autoflash.portfolio import Measured, choose_portfolio, unseen_regrets
 from autoflash.problem import Problem
 
 CONFIGS = [Config.of("prefill", {"BLOCK_M": size}) for size in (16, 32, 64, 128, 256)]
@@ -88,3 +89,44 @@ def test_greedy_choice_of_one_is_the_best_of_all():
 def test_a_portfolio_of_nothing_is_refused():
     with pytest.raises(ValueError, match="0 configs"):
         choose_portfolio([measured(64, {0: 1.0})], most=0)
+
+
+def anything(problem: Problem, config: Config) -> bool:
+    return True
+
+
+def test_a_problem_left_out_is_served_by_the_nearest_of_the_others():
+    group = [
+        measured(512, {0: 10.0, 1: 10.5, 2: 30.0}),
+        measured(1024, {0: 12.0, 1: 10.0, 2: 30.0}),
+        measured(4096, {0: 30.0, 1: 20.0, 2: 10.0}),
+    ]
+    near, middle, far = unseen_regrets(group, 3, anything)
+    assert near == pytest.approx(0.05)  # by 1024's winner
+    assert middle == pytest.approx(0.2)  # by 512's
+    assert far == pytest.approx(1.0)  # by 1024's, nearer than 512's
+
+
+def test_what_would_serve_a_problem_left_out_is_not_chosen_by_its_own_times():
+    group = [measured(512, {0: 50.0, 1: 10.0}), measured(1024, {0: 10.0, 1: 11.0})]
+    assert unseen_regrets(group, 1, anything)[0] == pytest.approx(4.0)
+
+
+def test_a_config_that_is_not_valid_for_the_problem_left_out_does_not_serve_it():
+    group = [measured(512, {0: 10.0, 1: 10.5, 2: 13.0}), measured(1024, {1: 10.0})]
+    group.append(measured(2048, {2: 10.0}))
+    assert unseen_regrets(group, 2, lambda problem, config: config != CONFIGS[1])[0] == (
+        pytest.approx(0.3)
+    )
+
+
+def test_a_problem_left_out_with_nothing_near_is_served_by_the_default():
+    alone = replace(measured(512, {0: 12.0, 1: 10.0}), default=CONFIGS[0])
+    assert unseen_regrets([alone], 4, anything) == [pytest.approx(0.2)]
+    far_off = measured(512 * 16, {1: 10.0})
+    assert unseen_regrets([alone, far_off], 4, anything)[0] == pytest.approx(0.2)
+
+
+def test_what_was_not_measured_on_a_problem_left_out_is_not_guessed():
+    group = [measured(512, {0: 10.0}), measured(1024, {1: 10.0})]
+    assert unseen_regrets(group, 4, anything) == [None, None]
