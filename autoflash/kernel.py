@@ -1,5 +1,7 @@
 """Kernels: a rendered text loaded, planned, compiled for a GPU type, and its resources read."""
 
+import contextlib
+import errno
 import os
 import re
 import subprocess
@@ -55,11 +57,25 @@ def cache_dir() -> Path:
 def load(rendered: Rendered) -> ModuleType:
     """The rendered text as a module, from a file that tracebacks and profilers can open."""
     path = cache_dir() / f"{rendered.name}.py"
-    if not path.is_file() or path.read_text() != rendered.text:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as written:
-            written.write(rendered.text)
-        Path(written.name).replace(path)  # whole or not at all, whoever else writes it
+    try:
+        if not path.is_file() or path.read_text() != rendered.text:
+            _write_whole(path, rendered.text)
+    except OSError as error:
+        raise AutoflashError(
+            f"{path}: cannot be written: {error.strerror}; set AUTOFLASH_CACHE"
+        ) from None
     return load_text(str(path), rendered.text)
+
+
+def machines_fault(error: OSError) -> Exception:
+    """What no candidate is to blame for: a full disk, a folder that cannot be written, no memory.
+
+    A candidate must not be recorded as failing for it.
+    """
+    if error.errno == errno.ENOMEM:
+        return MemoryError(str(error))
+    where = f"{error.filename}: " if error.filename else ""
+    return AutoflashError(f"{where}kernels cannot be compiled: {error.strerror or error}")
 
 
 def new_outputs(inputs: Inputs, fill: float = float("nan")) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +171,10 @@ def _compiled(
         return compile_plan(plan), workspace_bytes
     except CompilationError as error:
         raise CompileError(_located(error, rendered)) from error
+    except MemoryError:
+        raise
+    except OSError as error:
+        raise machines_fault(error) from None
     except Exception as error:  # the compiler raises RuntimeError, MLIR and ptxas errors alike
         raise CompileError(f"{type(error).__name__}: {error}") from error
 
@@ -195,6 +215,19 @@ class _CompileOnlyDriver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("meta")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write the file whole or not at all, whoever else writes it and whether the disk is full."""
+    written = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115
+    try:
+        with written:
+            written.write(text)
+        Path(written.name).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(written.name).unlink()
+        raise
 
 
 def _workspace_bytes(

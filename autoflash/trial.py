@@ -23,7 +23,7 @@ from autoflash.child import OUT_OF_GPU_MEMORY, Failure
 from autoflash.config import Config
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs, sequence_lengths
-from autoflash.kernel import new_outputs
+from autoflash.kernel import machines_fault, new_outputs
 from autoflash.problem import Problem
 from autoflash.records import Clocks
 from autoflash.runtime.launch import run_plan
@@ -157,6 +157,8 @@ def _failures() -> Iterator[None]:
         raise Failure("constraints", str(error)) from None
     except (CompilationError, PTXASError) as error:
         raise Failure("compile", f"{type(error).__name__}: {error}") from None
+    except OSError as error:  # triton's cache on a full disk
+        raise machines_fault(error) from None
     except torch.cuda.OutOfMemoryError as error:
         gc.collect()
         torch.cuda.empty_cache()

@@ -87,6 +87,14 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
         yield copied
 
 
+@contextmanager
+def nothing_yet() -> Iterator[sqlite3.Connection]:
+    """A database without rows that is in no file."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as conn:
+        MIGRATIONS.apply(Database(conn, execute_plugins=False))
+        yield conn
+
+
 def readonly_uri(path: Path, immutable: bool) -> str:
     """The URI that opens `path` read-only; `immutable` where no file can be made beside it."""
     return path.absolute().as_uri() + "?mode=ro" + ("&immutable=1" if immutable else "")
@@ -98,6 +106,9 @@ def transaction(conn: sqlite3.Connection) -> Iterator[None]:
 
     A deferred transaction that reads, then writes, fails at once while another one writes.
     """
+    path = conn.execute("PRAGMA database_list").fetchone()[2]
+    if path and not Path(path).exists():  # sqlite would go on writing to what nobody can open
+        raise StoreError(f"{path}: was deleted while it was in use")
     conn.execute("BEGIN IMMEDIATE")
     try:
         yield
