@@ -14,6 +14,7 @@ from autoflash.cli.table import print_table
 if TYPE_CHECKING:
     from autoflash.records import Decision
     from autoflash.tune import TuneResult
+    from autoflash.workload import Workload
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -53,8 +54,13 @@ def tune(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs, samples and orders.")] = 0,
     strategy: Annotated[
-        Literal["auto", "exhaustive", "random"], typer.Option(help="Which candidates are tried.")
+        Literal["auto", "exhaustive", "hill_climb", "random"],
+        typer.Option(help="Which candidates are tried."),
     ] = "auto",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only tell what would be tried and how long it may take."),
+    ] = False,
     lock_clocks: Annotated[
         bool,
         typer.Option("--lock-clocks", help="Hold the GPU's clock while it is tuned, if allowed."),
@@ -79,6 +85,10 @@ def tune(
         "argv": sys.argv[1:],
         "lock_clocks": lock_clocks,
     }
+    if dry_run:
+        with store_warnings_told():
+            _forecast(load_workload(workload), db, gpu, several, target, asked, as_json)
+        return
     with store_warnings_told():
         loaded = load_workload(workload)
         if several is None:
@@ -98,6 +108,49 @@ def tune(
     named = [({"gpu": name} if of_types else {}) | decision for name, decision in rows]
     if named:
         print_table(list(named[0]), [list(each.values()) for each in named])
+
+
+def _forecast(
+    workload: "Workload",
+    db: Path | None,
+    gpu: int,
+    several: str | None,
+    target: str | None,
+    asked: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """What a search would try, a row a problem and GPU type."""
+    from autoflash.forecast import forecasts, gpu_types
+    from autoflash.problem import title
+    from autoflash.toolchain import detect_toolchain
+    from autoflash.tune import options_for
+
+    options, toolchain = options_for(**asked), detect_toolchain()
+    rows, seconds, by_roofline = [], [], False
+    for of_type, count in gpu_types(several, gpu, target):
+        told = forecasts(workload, of_type, toolchain, options, db, count)
+        rows += [
+            {
+                "gpu": of_type.name,
+                "problem": title(each.problem),
+                "candidates": each.candidates,
+                "tried": each.tried,
+                "known": each.known,
+                "compiles": each.compiles,
+                "seconds": round(each.seconds, 1),
+                "seconds_by": "roofline, timing alone" if each.from_roofline else "earlier runs",
+                "why_not": each.why,
+            }
+            for each in told
+        ]
+        seconds.append(sum(each.seconds for each in told))
+        by_roofline |= any(each.from_roofline for each in told)
+    if as_json:
+        print_json({"forecast": rows, "seconds": round(max(seconds), 1)})
+    else:
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
+    beside = " of timing, beside compiling and checking" if by_roofline else ""
+    notice(f"nothing was started; it would take about {max(seconds):.0f} s{beside}")
 
 
 def _tell(result: "TuneResult") -> None:

@@ -343,6 +343,27 @@ def test_several_gpus_give_a_result_for_each_type(monkeypatch, capsys, tmp_path)
     assert head.startswith("gpu") and "NVIDIA A10" in rows[-1]
 
 
+def test_a_dry_run_tells_what_would_be_tried_and_starts_and_writes_nothing(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr("autoflash.tune.tune", lambda *_, **options: pytest.fail("it was started"))
+    example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+    options = ["--dry-run", "--target", "NVIDIA_A10", "--db", str(tmp_path / "a.db")]
+    assert run(monkeypatch, "tune", example, *options, "--effort", "quick", "--json") == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert {row["gpu"] for row in told["forecast"]} == {"NVIDIA A10"}
+    assert all(0 < row["tried"] <= 24 <= row["candidates"] for row in told["forecast"])
+    assert told["seconds"] == pytest.approx(sum(r["seconds"] for r in told["forecast"]), abs=0.5)
+    assert (
+        err.startswith("notice: nothing was started")
+        and "compiling and checking" in err
+        and not list(tmp_path.iterdir())
+    )
+    assert run(monkeypatch, "tune", example, *options) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(told["forecast"]) + 1
+
+
 def test_several_gpus_and_one_gpu_are_not_asked_for_together(monkeypatch):
     example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
     assert run(monkeypatch, "tune", example, "--gpus", "all", "--gpu", "1") == 2
