@@ -1,6 +1,7 @@
 """Contest: one problem's candidates screened, the finalists timed side by side, one chosen."""
 
 import time
+from collections.abc import Sequence
 from functools import cache
 from statistics import median
 
@@ -32,7 +33,7 @@ def proposals_for(lab: Lab, group: Group, problem: Problem) -> Proposals:
     """What the strategy proposes for a problem; the same for the same seed."""
     candidates = group.candidates(problem, lab.gpu)
     strategy = strategy_for(lab.strategy, len(candidates), lab.effort.max_candidates)
-    return strategy(candidates, lab.effort.max_candidates, lab.seed)
+    return strategy(candidates, lab.effort.max_candidates, lab.seed, 1)
 
 
 def first_batch(lab: Lab, group: Group, problem: Problem) -> list[Config]:
@@ -134,7 +135,7 @@ class Contest:
                 return self._from_screening()
             if samples:
                 decision = self._from_rounds(samples)
-                self._eager(list(samples))
+                time_eager(lab, self._entrants, problem, list(samples), self._limit)
                 return decision
             for config in finalists:
                 self._screened.pop(config, None)
@@ -155,21 +156,6 @@ class Contest:
             return None
         finalists, measured = set(self._finalists()), {config for config, _ in earlier.times}
         return earlier if finalists and finalists <= measured else None
-
-    def _eager(self, configs: list[Config]) -> None:
-        """The finalists once more with the host's launches in their times."""
-        lab = self._lab
-        for config in configs:
-            if self._limit.over:
-                return
-            started = time.monotonic()
-            try:
-                timing = lab.worker.eager(config, lab.effort.eager_calls, lab.effort.cap_us)
-            except (Failure, LimitReached):
-                return  # the decision stands on the graph regime
-            seconds = time.monotonic() - started
-            trial = self._entrants.trial(self._problem, config, "final", "correct", seconds)
-            lab.journal.record(with_times(trial, "eager", timing.samples_us, timing.clocks))
 
     def _from_rounds(self, samples: dict[Config, list[float]]) -> Decision:
         times = {config: median(taken) for config, taken in samples.items()}
@@ -207,3 +193,20 @@ class Contest:
         default = self._screened.get(self._default)
         default_us = default.median_us if default and default.median_us else 0.0
         self._lab.progress.candidates(done, total, best_us, default_us)
+
+
+def time_eager(
+    lab: Lab, entrants: Entrants, problem: Problem, configs: Sequence[Config], limit: TimeLimit
+) -> None:
+    """Configs of a final once more, with the host's launches in their times."""
+    for config in configs:
+        if limit.over:
+            return
+        started = time.monotonic()
+        try:
+            timing = lab.worker.eager(config, lab.effort.eager_calls, lab.effort.cap_us)
+        except (Failure, LimitReached):
+            return  # the decision stands on the graph regime
+        seconds = time.monotonic() - started
+        trial = entrants.trial(problem, config, "final", "correct", seconds)
+        lab.journal.record(with_times(trial, "eager", timing.samples_us, timing.clocks))

@@ -7,11 +7,16 @@ from statistics import median
 
 from autoflash.child import Failure
 from autoflash.config import Config
+from autoflash.contest import time_eager
+from autoflash.decision import FEWEST_ROUNDS, TIE, Interval, choose, paired_interval
 from autoflash.entrants import Entrants, Lab
 from autoflash.families import why_refused
+from autoflash.groups import digest_of
 from autoflash.records import Decision
 from autoflash.rounds import side_by_side
 from autoflash.worker import LimitReached
+
+Samples = dict[Config, list[float]]  # microseconds of each config, sample i from round i
 
 
 def cross(lab: Lab, entrants: Entrants, decisions: Sequence[Decision]) -> list[Decision]:
@@ -25,26 +30,95 @@ def cross(lab: Lab, entrants: Entrants, decisions: Sequence[Decision]) -> list[D
 def crossed(
     lab: Lab, entrants: Entrants, decision: Decision, decisions: Sequence[Decision]
 ) -> Decision:
-    """One of them; `decision` is the same one where nothing was added."""
+    """One of them; `decision` is the same one where nothing was added.
+
+    A config that is clearly faster than the winner meets it and the default once more, for as many
+    rounds as a final has, and takes its place where it is still clearly faster.
+    """
     others = _others(lab, entrants, decision, decisions)
     if not others or lab.limit.over:
         return decision
-    problem, rounds = decision.problem, lab.effort.cross_rounds
-    configs = [decision.winner, *others]
+    rounds = lab.effort.cross_rounds
+    samples = _beside(lab, entrants, decision, others, "cross", rounds)
+    if samples is None:
+        return decision
+    added = lab.journal.decide(replace(decision, times=_times(decision, samples)))
+    challengers = [c for c in samples if _clearly_slower(samples, decision.winner, c)]
+    return _challenged(lab, entrants, added, challengers) if challengers else added
+
+
+def _challenged(
+    lab: Lab, entrants: Entrants, decision: Decision, challengers: Sequence[Config]
+) -> Decision:
+    """The decision after a final of the winner, the default and the challengers."""
+    configs = [config for config in (decision.default, *challengers) if config != decision.winner]
+    samples = _beside(lab, entrants, decision, configs, "final", lab.effort.rounds)
+    if samples is None or len(samples[decision.winner]) < FEWEST_ROUNDS:
+        return decision
+    default = decision.default
+    if default not in samples and default in dict(decision.times):
+        return decision  # no winner without its margin over the default
+
+    def interval(slower: Config, faster: Config) -> Interval:
+        return paired_interval(samples[slower], samples[faster])
+
+    medians = {config: median(taken) for config, taken in samples.items()}
+    choice = choose(medians, interval, default, entrants.resources)
+    if not _clearly_slower(samples, decision.winner, choice.winner):
+        return decision
+    times = _times(decision, samples)
+    winner_us = dict(times)[choice.winner]
+    time_eager(lab, entrants, decision.problem, [choice.winner], lab.limit)
+    return lab.journal.decide(
+        replace(
+            decision,
+            kernel_digest=digest_of(decision.problem, choice.winner),
+            winner=choice.winner,
+            winner_us=winner_us,
+            default_us=dict(times).get(default, 0.0),
+            margin=choice.margin.value,
+            margin_low=choice.margin.low,
+            margin_high=choice.margin.high,
+            tied=choice.tied,
+            times=times,
+            regret=winner_us / times[0][1] - 1,
+        )
+    )
+
+
+def _beside(
+    lab: Lab,
+    entrants: Entrants,
+    decision: Decision,
+    configs: Sequence[Config],
+    stage: str,
+    rounds: int,
+) -> Samples | None:
+    """Samples of the winner and the configs, round by round; None without the winner's."""
+    problem = decision.problem
+    together = [decision.winner, *configs]
     try:
         lab.worker.prepare(problem, lab.seed)
-        samples = side_by_side(lab, entrants, problem, configs, "cross", rounds, lab.limit)
+        samples = side_by_side(lab, entrants, problem, together, stage, rounds, lab.limit)
     except (Failure, LimitReached):
-        return decision
-    beside = samples.pop(decision.winner, [])
-    if not beside:
-        return decision
+        return None
+    return samples if samples.get(decision.winner) else None
+
+
+def _times(decision: Decision, samples: Samples) -> tuple[tuple[Config, float], ...]:
+    """The decision's times and those of the samples, by their ratio to the winner's."""
+    beside = samples[decision.winner]
     added = {
         config: decision.winner_us * median(a / b for a, b in zip(taken, beside, strict=True))
         for config, taken in samples.items()
     }
-    times = sorted({**added, **dict(decision.times)}.items(), key=lambda item: (item[1], item[0]))
-    return lab.journal.decide(replace(decision, times=tuple(times)))
+    times = {**dict(decision.times), **added}
+    return tuple(sorted(times.items(), key=lambda item: (item[1], item[0])))
+
+
+def _clearly_slower(samples: Samples, slower: Config, faster: Config) -> bool:
+    interval = paired_interval(samples[slower], samples[faster])
+    return interval.low > 0 and interval.value > TIE
 
 
 def _others(
