@@ -1,6 +1,7 @@
 """A CUDA device whose candidates may do harm: faults are planted by config, for tests."""
 
 import os
+import signal
 
 import torch
 import triton
@@ -14,6 +15,11 @@ HELD_BYTES = 64 << 20
 @triton.jit
 def out_of_bounds_kernel(out, far):
     tl.store(out + tl.cast(far, tl.int64) * (1 << 30), 1.0)
+
+
+@triton.jit
+def write_kernel(out, at):
+    tl.store(out + at, 1.0)
 
 
 @triton.jit
@@ -35,15 +41,26 @@ def misshapen_kernel(out):
 
 
 class PlantedDevice(CudaDevice):
-    """`faults` by config: out_of_bounds, hang, abort, raise, compile, wrong, unrepeatable, slow."""
+    """`faults` by config, or by (problem, config): see `plan`.
+
+    A trespass is a write out of bounds that faults nowhere.
+    """
 
     def __init__(self, faults, index=0):
         super().__init__(index)
-        self._faults, self._plans = dict(faults), 0
+        self._faults, self._plans, self._at = dict(faults), 0, None
+
+    def check(self, problem, config, seed):
+        self._at = problem
+        return super().check(problem, config, seed)
+
+    def prepare(self, problem, seed):
+        self._at = problem
+        super().prepare(problem, seed)
 
     def plan(self, inputs, config, out, lse, new_workspace=None):
         plan = super().plan(inputs, config, out, lse, new_workspace)
-        fault = self._faults.get(config, "")
+        fault = self._faults.get((self._at, config)) or self._faults.get(config, "")
         self._plans += 1
         if fault == "out_of_bounds":
             return [*plan, (out_of_bounds_kernel, (1,), (out, 1 << 14), {})]
@@ -52,6 +69,12 @@ class PlantedDevice(CudaDevice):
             return [*plan, (hang_kernel, (1,), (flag,), {})]
         if fault == "abort":
             os.abort()
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "gpu memory":
+            torch.empty(1 << 50, device="cuda", dtype=torch.uint8)
+        if fault == "trespass":
+            return [*plan, (write_kernel, (1,), (out, out.numel()), {})]
         if fault == "raise":
             held = torch.empty(HELD_BYTES, device="cuda", dtype=torch.uint8)
             raise RuntimeError(f"planted, with {held.numel()} bytes held")

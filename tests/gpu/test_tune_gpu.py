@@ -34,6 +34,9 @@ FAULTS = {
     "compile": "compile",
     "wrong": "correctness",
     "unrepeatable": "correctness",
+    "trespass": "correctness",
+    "killed": "runtime",
+    "gpu memory": "runtime",
 }
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -53,7 +54,7 @@ class FakeDevice:
         return "card"
 
     def check(self, problem, config, seed):
-        self._meet(config, "check")
+        self._meet(config, "check", problem)
         return Verdict("", 0.5, 0.5, 1e-7)
 
     def prepare(self, problem, seed):
@@ -96,15 +97,21 @@ class FakeDevice:
     def _us(self, config):
         return self._times.get(config) or time_us(self._problem, config)
 
-    def _meet(self, config, where):
+    def _meet(self, config, where, problem=None):
         if self._broken:
             raise Failure("runtime", "an illegal memory access was encountered", fatal=True)
-        planted = self._faults.get((self._problem, config)) or self._faults.get(config, "")
+        planted = self._faults.get((problem or self._problem, config)) or self._faults.get(
+            config, ""
+        )
         fault, _, only = planted.partition("@")
         if not fault or fault == "brake" or where != (only or "check"):
             return
         if fault == "wrong":
             raise Failure("correctness", "out is off by 3 row RMS")
+        if fault == "unrepeatable":
+            raise Failure("correctness", "two runs differ")
+        if fault == "trespass":
+            raise Failure("correctness", "writes past the end of out")
         if fault == "raise":
             raise Failure("runtime", "RuntimeError: planted")
         if fault == "out_of_bounds":
@@ -132,7 +139,7 @@ def killed_once(fault):
 
 
 class FakeCompiler:
-    """`faults` by what is compiled: error, hang, abort, memory, spills, `killed once FILE`.
+    """`faults` by what is compiled: error, hang, abort, ptxas, memory, spills, `killed once FILE`.
 
     Or big: too much shared memory.
     """
@@ -141,21 +148,29 @@ class FakeCompiler:
         self._faults = dict(faults)
 
     def compile(self, problems, config, gpu):
-        fault = self._faults.get(family_of(config.family).binary(config), "")
+        fault = self.meet(problems[0], config)
+        spills = 4096 if fault == "spills" else 0
+        smem = 10**6 if fault == "big" else 49152
+        return Resources(96, spills, smem, 1, 0)
+
+    def meet(self, problem, config):
+        """The fault of the config's binary, for this problem or for all, if it can be survived."""
+        binary = family_of(config.family).binary(config)
+        fault = self._faults.get((problem, binary)) or self._faults.get(binary, "")
         if fault == "error":
             raise Failure("compile", "attend.py.jinja: cannot take 16 rows")
         if fault == "hang":
             time.sleep(1000)
         if fault == "abort":
             os.abort()
+        if fault == "ptxas":
+            subprocess.run(["sleep", "1000"])
         if fault == "memory":
             resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
             bytearray(8 << 30)
         if fault.startswith("killed once "):
             killed_once(fault)
-        spills = 4096 if fault == "spills" else 0
-        smem = 10**6 if fault == "big" else 49152
-        return Resources(96, spills, smem, 1, 0)
+        return fault
 
 
 def machine(faults=None, times=None, compile_faults=None, deadlines=SHORT):
