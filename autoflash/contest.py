@@ -18,27 +18,35 @@ from autoflash.decision import (
 )
 from autoflash.effort import TimeLimit
 from autoflash.entrants import Entrants, Lab
-from autoflash.groups import Group, digest_of
+from autoflash.groups import digest_of
 from autoflash.problem import Problem
+from autoflash.promise import by_promise, transferred_to
 from autoflash.records import Decision, Trial
 from autoflash.rounds import side_by_side, with_times
 from autoflash.search import Proposals, strategy_for
+from autoflash.search.exhaustive import exhaustive
 from autoflash.worker import LimitReached
 
 SCREENING_SHARE = 0.65  # of a problem's time, where there is a limit; the rest is the final's
 GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed any further
 
 
-def proposals_for(lab: Lab, group: Group, problem: Problem) -> Proposals:
-    """What the strategy proposes for a problem; the same for the same seed."""
-    candidates = group.candidates(problem, lab.gpu)
-    strategy = strategy_for(lab.strategy, len(candidates), lab.effort.max_candidates)
-    return strategy(candidates, lab.effort.max_candidates, lab.seed, 1)
+def proposals_for(lab: Lab, entrants: Entrants, problem: Problem) -> Proposals:
+    """What the strategy proposes for a problem; the same for the same seed and the same winners."""
+    candidates = entrants.group.candidates(problem, lab.gpu)
+    most = lab.effort.max_candidates
+    tried = [config for config in candidates if lab.journal.tried(problem, config)]
+    if lab.strategy == "auto" and len(tried) >= most:
+        return exhaustive(tried, most, lab.seed)  # an earlier run spent this effort
+    strategy = strategy_for(lab.strategy, len(candidates), most)
+    known = transferred_to(problem, lab.gpu, lab.journal.winners, candidates)
+    ordered = by_promise(candidates, problem, lab.gpu, known, entrants.resources)
+    return strategy(ordered, most, lab.seed, 1 + len(known))
 
 
-def first_batch(lab: Lab, group: Group, problem: Problem) -> list[Config]:
+def first_batch(lab: Lab, entrants: Entrants, problem: Problem) -> list[Config]:
     """What will be tried before anything is measured: can be compiled ahead."""
-    return next(proposals_for(lab, group, problem))
+    return next(proposals_for(lab, entrants, problem))
 
 
 class Contest:
@@ -70,7 +78,7 @@ class Contest:
     def _search(self) -> None:
         """Screen what the strategy proposes."""
         lab = self._lab
-        proposals = proposals_for(lab, self._entrants.group, self._problem)
+        proposals = proposals_for(lab, self._entrants, self._problem)
         limit = self._limit.share(1 / SCREENING_SHARE)
         batch, done = next(proposals), 0
         while batch:

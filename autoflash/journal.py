@@ -8,6 +8,8 @@ from autoflash.gpu import Gpu
 from autoflash.groups import digest_of, rendered_for
 from autoflash.problem import Problem
 from autoflash.records import Decision, Trial, Winner
+from autoflash.store import shipped_winners
+from autoflash.store.overlay import overlay
 from autoflash.toolchain import Toolchain
 
 
@@ -30,6 +32,7 @@ class Journal:
 
     def __init__(self, store: Database, run_id: int, gpu: Gpu, toolchain: Toolchain) -> None:
         self._store, self._run_id = store, run_id
+        self._gpu, self._toolchain = gpu, toolchain
         self._screened: dict[tuple[Problem, Config], Trial] = {}
         self._decided: dict[Problem, Decision] = {}
         self._texts: set[str] = set()
@@ -39,7 +42,11 @@ class Journal:
         for trial in store.trials(gpu, toolchain):
             if trial.kernel_digest == digest_of(trial.problem, trial.config):
                 self._keep(trial)
-        for winner in store.winners(gpu):
+        own = store.winners()
+        self._winners = overlay(own, shipped_winners())
+        for winner in own:
+            if winner.gpu.identity != gpu.identity:
+                continue
             decision = winner.decision
             current = decision.kernel_digest == digest_of(decision.problem, decision.winner)
             if winner.toolchain == toolchain and decision.source == "measured" and current:
@@ -54,6 +61,16 @@ class Journal:
     def known(self) -> int:
         """How many screened candidates there are, of this run and of earlier ones."""
         return len(self._screened)
+
+    @property
+    def winners(self) -> list[Winner]:
+        """Of every GPU and problem: the database's over the shipped ones, and this run's."""
+        decided = list(self._decided.values())  # at once: other threads decide meanwhile
+        return [*self._winners, *(Winner(self._gpu, self._toolchain, each) for each in decided)]
+
+    def tried(self, problem: Problem, config: Config) -> bool:
+        """Whether an earlier trial speaks for the config on the problem."""
+        return (problem, config) in self._screened
 
     def record(self, trial: Trial) -> Trial:
         """Commit the trial; its kernel text is stored with the first of its kind."""

@@ -55,7 +55,7 @@ class Team:
         for entrants, problem in pairs:
             entrants.ask([entrants.group.default(problem, lab.gpu)])
         for entrants, problem in pairs:
-            entrants.ask(first_batch(lab, entrants.group, problem))
+            entrants.ask(first_batch(lab, entrants, problem))
 
     def work(self, lab: Lab) -> None:
         """Do one task after another until none is left to any GPU of the team.

@@ -212,7 +212,7 @@ def _search(
     if lab.limit.finite:
         _time_defaults(lab, pairs)
     for entrants, problem in pairs:
-        entrants.ask(first_batch(lab, entrants.group, problem))
+        entrants.ask(first_batch(lab, entrants, problem))
     decisions: list[Decision] = []
     undecided: list[tuple[Problem, str]] = []
     for entrants in all_entrants:

@@ -16,15 +16,17 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from harness import case_result, geometric_mean, write_results
 
 from autoflash.config import Config
+from autoflash.gpu import DEFAULT_TARGET, known
+from autoflash.model import predicted_us
 from autoflash.problem import Problem, title
-from autoflash.records import Decision
-from autoflash.search.recorded import read_table, recorded_from, write_table
-from autoflash.search.replay import compared
+from autoflash.records import Decision, Resources
+from autoflash.search.recorded import Recorded, read_table, recorded_from, write_table
+from autoflash.search.replay import compared, rank_correlation
 from autoflash.store import Store
 from autoflash.tune import PROTOCOL, TuneResult, tune
 from autoflash.worker import Deadlines, Worker
@@ -74,6 +76,25 @@ def replay_table(table: Path) -> None:
                     f"{start:8} {name:12} {row.trials:6} {row.within_1_percent:6.3f} "
                     f"{row.within_5_percent:6.3f} {row.worst:6.3f}"
                 )
+    for op in ("prefill", "decode"):
+        for told in ("compiled", "guessed"):
+            found = [
+                _rank_correlation(r, told == "compiled") for r in recorded if r.problem.op == op
+            ]
+            print(
+                f"rank correlation of predicted and measured times, {op}, resources {told}: "
+                f"mean {mean(found):.2f}, {min(found):.2f} to {max(found):.2f}"
+            )
+
+
+def _rank_correlation(recorded: Recorded, compiled: bool) -> float:
+    """Of the model's figures with one problem's recorded times."""
+    gpu, unknown = known(DEFAULT_TARGET), Resources()
+    predicted = [
+        predicted_us(recorded.problem, config, timed.resources if compiled else unknown, gpu)
+        for config, timed in recorded.timed.items()
+    ]
+    return rank_correlation(predicted, [timed.median_us for timed in recorded.timed.values()])
 
 
 def record(problems: dict[str, Problem], out: Path, seed: int) -> None:

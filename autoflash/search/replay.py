@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from random import Random
 from statistics import mean
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoflash.config import Config
 from autoflash.search import STRATEGIES, Strategy
 from autoflash.search.recorded import Recorded
@@ -73,6 +76,17 @@ def replay(
         except StopIteration:
             break
     return list(tried)
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's: 1 where both have the same order, 0 where one says nothing of the other's."""
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
+    """Ranks from 0; equal values share the mean of theirs."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count + 1) / 2)[place]
 
 
 def _slowest(recorded: Recorded) -> Config:

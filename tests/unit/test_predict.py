@@ -7,7 +7,7 @@ from fake_device import GPU, machine
 
 from autoflash.families import serving, space
 from autoflash.journal import Journal
-from autoflash.predict import predicted_us
+from autoflash.model import predicted_us
 from autoflash.problem import Problem
 from autoflash.records import Resources
 from autoflash.roofline import floor

@@ -1,0 +1,121 @@
+"""Model: what a call may cost, from the roofline and what its kernel takes; never a time.
+
+A call takes at least its flops and its bytes. Flops are stretched by tiles that reach past the
+problem, by the last wave of programs, which leaves multiprocessors idle, and where too few warps
+and stages are resident to hide latency; bytes where too few are in flight. Only the order it gives
+matters.
+"""
+
+import math
+from functools import lru_cache
+
+from autoflash.check import plan_for
+from autoflash.config import Config
+from autoflash.gpu import Gpu
+from autoflash.inputs import make_inputs
+from autoflash.kernel import new_outputs
+from autoflash.problem import Problem
+from autoflash.records import Resources
+from autoflash.roofline import floor
+
+RESERVED_SMEM = 1024  # of each block, by the driver
+MOST_BLOCKS_PER_SM = 32
+# Guesses; the order is little moved by half or twice as much.
+HALF_HIDING = 16.0  # resident warps times stages in flight that reach half the products' peak
+HALF_IN_FLIGHT = 24 * 1024  # bytes in flight on a multiprocessor that reach half the memory's rate
+POINTER_COST = 1.1  # of loads through pointers, whose addresses are computed by every thread
+LAUNCH_US = 1.0  # of one more kernel in a CUDA graph
+SPILL_COST = 1 / 256  # of the time, per spilled byte
+
+
+def predicted_us(problem: Problem, config: Config, resources: Resources, gpu: Gpu) -> float:
+    """The model's figure for one call. Its order means something, its size little.
+
+    What `resources` leaves open is guessed from the tiles.
+    """
+    programs, warps, stages, launches = _launched(problem, config, gpu)
+    busiest = math.ceil(programs / gpu.num_sms)  # programs of the multiprocessor that ends last
+    fits = _resident_blocks(_completed(resources, problem, config), warps, gpu)
+    resident = min(fits, busiest)
+    least = floor(problem, gpu)
+    flop_rate = (gpu.tflops_16bit or 1) * (1e6 if problem.dtype != "fp32" else 1e6 / 16)
+    compute_us = least.flops / flop_rate * _padding(problem, config) / _reuse(config)
+    compute_us *= busiest * gpu.num_sms / programs
+    compute_us *= 1 + HALF_HIDING / (resident * warps * stages)
+    if config.as_dict().get("LOAD") == "pointer":
+        compute_us *= POINTER_COST
+    memory_us = least.bytes_moved / (gpu.dram_gbps or 1) / 1e3
+    memory_us /= min(1.0, programs / gpu.num_sms)
+    # of the stages one is worked on; a single one is loaded half of the time
+    in_flight = resident * max(stages - 1, 0.5) * _tile_bytes(problem, config)
+    memory_us *= 1 + HALF_IN_FLIGHT / in_flight
+    spilled = 1 + SPILL_COST * (resources.spill_bytes or 0)
+    return max(compute_us, memory_us) * spilled + LAUNCH_US * launches
+
+
+@lru_cache(maxsize=100_000)
+def _launched(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int, int]:
+    """Programs, warps and stages of the kernel that does the work, and how many are launched."""
+    inputs = make_inputs(problem, device="meta", poison=False)
+    out, _ = new_outputs(inputs)
+    launches = plan_for(inputs, config, gpu, out, None)
+    _, grid, _, options = launches[0]  # a reduction, where there is one, comes after the work
+    return (
+        math.prod(grid),
+        options.get("num_warps", 4),
+        options.get("num_stages", 2),
+        len(launches),
+    )
+
+
+def _completed(resources: Resources, problem: Problem, config: Config) -> Resources:
+    """The resources, or where nothing was compiled a guess: acc and qk in registers, the ring."""
+    if resources.registers is not None:
+        return resources
+    knobs = config.as_dict()
+    warps, stages = (int(knobs.get(name, 4)) for name in ("num_warps", "num_stages"))
+    block_m, block_n = int(knobs.get("BLOCK_M", 16)), int(knobs.get("BLOCK_N", 64))
+    live = block_m * (problem.head_dim + block_n) // (32 * warps)
+    q_bytes = block_m * problem.head_dim * problem.dtype_bytes
+    smem_bytes = q_bytes + stages * _tile_bytes(problem, config)
+    return Resources(min(255, 48 + live), 0, smem_bytes)
+
+
+def _tile_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of one tile of K and V."""
+    width = problem.head_dim + problem.head_dim_v
+    return int(config.as_dict().get("BLOCK_N", 64)) * width * problem.kv_dtype_bytes
+
+
+def _resident_blocks(resources: Resources, warps: int, gpu: Gpu) -> int:
+    """Blocks that fit on a multiprocessor at once."""
+    threads = 32 * warps
+    registers = math.ceil((resources.registers or 128) / 8) * 8  # they are dealt by eights
+    return max(
+        1,
+        min(
+            gpu.registers_per_sm // (registers * threads),
+            gpu.smem_per_sm // ((resources.smem_bytes or 0) + RESERVED_SMEM),
+            gpu.threads_per_sm // threads,
+            MOST_BLOCKS_PER_SM,
+        ),
+    )
+
+
+def _padding(problem: Problem, config: Config) -> float:
+    """Score elements computed over those that are visible."""
+    knobs = config.as_dict()
+    rows = problem.seqlen_q if problem.op == "prefill" else problem.group_size * problem.seqlen_q
+    block_m, block_n = (int(knobs.get(name, 1)) for name in ("BLOCK_M", "BLOCK_N"))
+    keys = max(problem.seqlen_k, 1)
+    padded = math.ceil(rows / block_m) * block_m / rows * math.ceil(keys / block_n) * block_n / keys
+    diagonal = (block_m + block_n) / 2 / keys if problem.causal else 0.0
+    return padded * (1 + diagonal)
+
+
+def _reuse(config: Config) -> float:
+    """Share of the peak that a tile's shape allows: products per element loaded, softened."""
+    knobs = config.as_dict()
+    block_m, block_n = (int(knobs.get(name, 64)) for name in ("BLOCK_M", "BLOCK_N"))
+    products = block_m * block_n / (block_m + block_n)
+    return products / (products + 16)

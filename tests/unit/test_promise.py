@@ -1,0 +1,113 @@
+"""Order by promise: transferred winners first, then by the model, which the table judges."""
+
+from statistics import mean
+from types import SimpleNamespace
+
+import pytest
+from making import H200, candidates, prefill_of, winner_of
+from recorded_tables import GPU, TABLE
+
+from autoflash.contest import proposals_for
+from autoflash.effort import EFFORTS
+from autoflash.families import serving
+from autoflash.gpu import known
+from autoflash.groups import Group
+from autoflash.model import predicted_us
+from autoflash.promise import by_promise, transferred_to
+from autoflash.records import Resources
+from autoflash.search.replay import rank_correlation
+
+A100 = known("NVIDIA_A100_SXM4_80GB")
+PROBLEM = prefill_of()
+GROUP = Group((PROBLEM,), tuple(serving(PROBLEM, H200)))
+CANDIDATES = GROUP.candidates(PROBLEM, H200)
+DEFAULT, *OTHERS = CANDIDATES
+
+
+def rank_correlations(op, compiled):
+    """Spearman's, of predicted with recorded times, for each problem of the table."""
+    found = []
+    for recorded in (each for each in TABLE if each.problem.op == op):
+        predicted = [
+            predicted_us(
+                recorded.problem, config, timed.resources if compiled else Resources(), GPU
+            )
+            for config, timed in recorded.timed.items()
+        ]
+        measured = [timed.median_us for timed in recorded.timed.values()]
+        found.append(rank_correlation(predicted, measured))
+    return found
+
+
+def test_a_rank_correlation_is_of_the_orders_and_equal_values_share_a_rank():
+    assert rank_correlation([1, 2, 3], [10, 100, 101]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 2, 1], [1, 1, 2, 2]) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
+def test_predictions_rank_as_measurements_do(compiled):
+    """The README states these figures."""
+    assert mean(rank_correlations("prefill", compiled)) >= 0.65
+    assert mean(rank_correlations("decode", compiled)) >= (0.44 if compiled else 0.37)
+
+
+def test_winners_of_the_nearest_shapes_come_first_and_other_gpus_last():
+    near, nearer, foreign = OTHERS[3], OTHERS[1], OTHERS[2]
+    winners = [
+        winner_of(prefill_of(seqlen_q=2048), near),
+        winner_of(prefill_of(seqlen_q=600), nearer),
+        winner_of(PROBLEM, foreign, gpu=A100),
+    ]
+    assert transferred_to(PROBLEM, H200, winners, CANDIDATES) == [nearer, near, foreign]
+
+
+def test_what_is_predicted_of_other_semantics_too_far_or_no_candidate_is_not_transferred():
+    no_candidate = next(c for c in candidates(PROBLEM, A100) if c not in CANDIDATES)
+    winners = [
+        winner_of(prefill_of(seqlen_q=600), OTHERS[0], source="predicted"),
+        winner_of(prefill_of(causal=False), OTHERS[0]),
+        winner_of(prefill_of(seqlen_q=512 * 64), OTHERS[0]),
+        winner_of(prefill_of(seqlen_q=600), no_candidate, gpu=A100),
+        winner_of(prefill_of(seqlen_q=600), DEFAULT),
+    ]
+    assert transferred_to(PROBLEM, H200, winners, CANDIDATES) == []
+
+
+def test_the_default_is_first_then_what_was_transferred_then_the_fastest_predicted():
+    transferred = [OTHERS[-1], OTHERS[-2]]
+    ordered = by_promise(CANDIDATES, PROBLEM, H200, transferred, {})
+    assert ordered[:3] == [DEFAULT, *transferred]
+    assert sorted(ordered) == sorted(CANDIDATES)
+    predicted = [predicted_us(PROBLEM, config, Resources(), H200) for config in ordered[3:]]
+    assert predicted == sorted(predicted)
+
+
+def test_what_a_compile_told_replaces_the_guess():
+    unknown = by_promise(CANDIDATES, PROBLEM, H200, [], {})
+    spilling = {unknown[1]: Resources(registers=255, spill_bytes=10_000, smem_bytes=0)}
+    assert by_promise(CANDIDATES, PROBLEM, H200, [], spilling)[-1] == unknown[1]
+
+
+def proposals(winners=(), tried=(), strategy="auto", effort="standard"):
+    """The first batch of a contest on PROBLEM."""
+    journal = SimpleNamespace(winners=winners, tried=lambda problem, config: config in tried)
+    lab = SimpleNamespace(
+        gpu=H200, effort=EFFORTS[effort], strategy=strategy, seed=0, journal=journal
+    )
+    return next(proposals_for(lab, SimpleNamespace(group=GROUP, resources={}), PROBLEM))
+
+
+def test_a_contest_begins_with_what_nearest_shapes_won_and_tries_no_others_for_it():
+    winners = [winner_of(prefill_of(seqlen_q=600), OTHERS[-1])]
+    assert proposals(winners)[:2] == [DEFAULT, OTHERS[-1]]
+    assert sorted(proposals(winners)) == sorted(proposals()) == sorted(CANDIDATES)
+    climb = proposals(winners, strategy="hill_climb", effort="quick")
+    assert climb[:2] == [DEFAULT, OTHERS[-1]] and len(climb) < len(CANDIDATES)
+
+
+def test_a_search_that_an_earlier_run_has_spent_its_effort_on_tries_nothing_new():
+    earlier = CANDIDATES[: EFFORTS["quick"].max_candidates]
+    assert proposals(tried=earlier, effort="quick") == earlier
+    assert proposals(tried=earlier[1:], effort="quick") != earlier
