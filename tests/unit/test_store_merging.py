@@ -50,8 +50,9 @@ def fill(path, of_runs, uids=True):
                         "UPDATE decisions SET decided_at = ? WHERE id = ?", (at, row)
                     )
             store.end_run(started, "finished")
-        if not uids:  # as before they were
-            store.conn.execute("UPDATE runs SET uid = '', started_at = '2026-01-01T00:00:00'")
+        store.conn.execute("UPDATE runs SET started_at = '2026-01-01T00:00:00'")
+        if not uids:  # as before there were any
+            store.conn.execute("UPDATE runs SET uid = ''")
     return path
 
 
@@ -135,6 +136,31 @@ def test_a_run_that_went_on_after_it_was_merged_brings_only_the_rest(tmp_path):
         assert store.conn.execute("SELECT outcome FROM runs").fetchall() == [("finished",)]
 
 
+def test_two_runs_begun_alike_at_one_moment_are_two(tmp_path):
+    alike = [(H200, TOOLCHAIN, [(1, 7.5, None)])]
+    a, b, out = (tmp_path / f"{name}.db" for name in ("a", "b", "out"))
+    merge([fill(a, alike), fill(b, alike)], out)
+    assert (counts(out)["runs"], counts(out)["trials"]) == (2, 2)
+
+
+def test_runs_alike_in_one_database_that_knows_no_uids_stay_apart(tmp_path):
+    alike = [(H200, TOOLCHAIN, [(n, 7.5, None)]) for n in (1, 2)]
+    path, out = fill(tmp_path / "a.db", alike, uids=False), tmp_path / "out.db"
+    assert [merge([path], out)[0].trials for _ in range(2)] == [2, 0]
+    assert counts(out)["runs"] == 2
+
+
+def test_of_rows_that_are_equal_as_many_are_kept_as_there_are(tmp_path):
+    path, out = tmp_path / "a.db", tmp_path / "out.db"
+    with Store.open(path) as store:
+        started = run(store)
+        for expected in (1, 2):
+            store.record_trial(started, trial())
+            store.conn.execute("UPDATE trials SET recorded_at = '2026-01-01T00:00:00'")
+            merge([path], out)
+            assert counts(out)["trials"] == expected
+
+
 def test_a_kernels_text_is_kept_from_whichever_has_it(tmp_path):
     a, b, out = (tmp_path / f"{name}.db" for name in ("a", "b", "out"))
     fill(a, [(H200, TOOLCHAIN, [(1, 7.5, TIMES[0])])])
@@ -148,6 +174,11 @@ def test_a_kernels_text_is_kept_from_whichever_has_it(tmp_path):
         with Store.open(out, readonly=True) as store:
             assert store.conn.execute("SELECT text FROM kernels").fetchall() == [("the text",)]
         out.unlink()
+    with Store.open(b) as store:  # a digest is of the text without its comments
+        store.add_kernel("decode", "decode", "d1", "the text  # and more")
+    merge([a, b], out)
+    with Store.open(out, readonly=True) as store:
+        assert store.conn.execute("SELECT text FROM kernels").fetchall() == [("the text",)]
 
 
 def test_the_output_may_be_one_of_the_inputs(tmp_path):

@@ -265,13 +265,13 @@ def test_a_row_that_no_autoflash_would_write_is_skipped(store, sql):
 def test_the_anytime_curve_is_of_the_trials_that_were_faster_than_all_before(store):
     started, other = run(store), run(store)
     slower = replace(PROBLEM, batch=2)
+    store.record_trial(other, trial(us=5.0))
     for us in (9.0, 12.0, 7.0, 7.0, 6.5):
         store.record_trial(started, trial(us=us))
     store.record_trial(started, trial(slower, us=30.0))
     store.record_trial(started, trial(us=1.0, stage="cross"))
     store.record_trial(started, trial(us=1.0, regime="eager"))
     store.record_trial(started, trial(us=1.0, status="correctness"))
-    store.record_trial(other, trial(us=5.0))
     curves = store.anytime(started)
     assert [us for _, us in curves[PROBLEM]] == [9.0, 7.0, 6.5]
     assert [us for _, us in curves[slower]] == [30.0]
