@@ -66,9 +66,13 @@ SETTLED_S = 1.0  # a process is killed at work, not before: then the same call c
 
 @dataclass(frozen=True)
 class Soak:
-    """How much is tried, how many faults are planted, and how often something is killed."""
+    """How much is tried, how many faults are planted, and how often something is killed.
+
+    The strategy is one that tries the same candidates whatever becomes of them.
+    """
 
     effort: str = "standard"
+    strategy: str = "exhaustive"
     faults: int = 30
     kills: int = 12
     pause_s: tuple[float, float] = (1.5, 4.0)
@@ -92,7 +96,7 @@ def search(folder: Path) -> None:
         compiler=partial(marked, str(folder), "compiler", planted.compiler),
     )
     workload = Workload("soak", tuple((problem, 1.0) for problem in PROBLEMS[: plan["problems"]]))
-    tune(workload, db=folder / "tune.db", effort=plan["effort"], seed=plan["seed"], machine=machine)
+    tune(workload, db=folder / "tune.db", machine=machine, **plan["options"])
 
 
 def _machine(device: dict[Candidate, str], compiler: dict[Candidate, str]) -> Machine:
@@ -151,11 +155,16 @@ def run(soak: Soak, folder: Path) -> list[str]:
 def _planted(
     soak: Soak, draw: random.Random, free: list[Candidate], tried: set[Candidate]
 ) -> dict[Candidate, tuple[str, str]]:
-    """A fault for each of some candidates, every kind in turn; each has a binary of its own."""
+    """Faults of every kind in turn; what breaks a compiler has a binary of its own."""
     draw.shuffle(free)
     binaries = Counter((problem, _binary(config)) for problem, config in tried)
     alone = [(p, config) for p, config in free if binaries[p, _binary(config)] == 1]
-    return {each: FAULTS[i % len(FAULTS)] for i, each in enumerate(alone[: soak.faults])}
+    shared = [candidate for candidate in free if candidate not in alone]
+    planted = {}
+    for number in range(soak.faults):
+        place, fault = FAULTS[number % len(FAULTS)]
+        planted[(shared if shared and place == "device" else alone).pop()] = (place, fault)
+    return planted
 
 
 def _binary(config: Config) -> Config:
@@ -165,7 +174,8 @@ def _binary(config: Config) -> Config:
 def _plan(folder: Path, soak: Soak, planted: dict[Candidate, tuple[str, str]]) -> None:
     folder.mkdir()
     plan: dict = {place: [] for place in STATUSES}
-    plan |= {"effort": soak.effort, "seed": soak.seed, "problems": soak.problems}
+    plan |= {"options": {"effort": soak.effort, "strategy": soak.strategy, "seed": soak.seed}}
+    plan["problems"] = soak.problems
     for (problem, config), (place, fault) in planted.items():
         subject = _binary(config) if place == "compile" else config
         number = PROBLEMS.index(problem)
