@@ -126,8 +126,7 @@ def _runs(
 
 
 def _identity(run: Row) -> tuple[Any, ...]:
-    if run["uid"]:
-        return (run["uid"],)
+    """What makes it the same run: its uid, and all else for runs that have none."""
     return tuple(value for name, value in run.items() if name not in END_OF_RUN)
 
 
