@@ -1,15 +1,16 @@
 """Desk: what several threads ask the one that owns the database to do, one thing after another."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from autoflash.journal import Journal
 from autoflash.records import Decision, Trial
 
 Result = TypeVar("Result")
+CLOSED_POLL_S = 0.2
 
 
 class Stopped(Exception):
@@ -36,6 +37,12 @@ class Desk:
             raise Stopped
         answer: Future[Result] = Future()
         self._asked.put((work, answer))
+        # Ctrl-C may take the serving thread away at any instruction, also between the taking of
+        # this work and its answer: nobody waits for an answer on a closed desk.
+        while not answer.done():
+            if self.closed:
+                raise Stopped
+            wait([answer], CLOSED_POLL_S)
         return answer.result()
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -56,19 +63,6 @@ class Desk:
                 answer.set_result(work())
             except Exception as error:
                 answer.set_exception(error)
-            except BaseException:  # Ctrl-C: whoever asked must not wait for ever
-                answer.set_exception(Stopped())
-                raise
-
-    def turn_away(self) -> None:
-        """Let those go whose work is not done, after `closed` was set; again until all have."""
-        while True:
-            try:
-                asked = self._asked.get_nowait()
-            except Empty:
-                return
-            if not isinstance(asked, _Left):
-                asked[1].set_exception(Stopped())
 
 
 class SharedJournal(Journal):

@@ -206,7 +206,6 @@ def _search(runs: list[Run], desk: Desk, pool: CompilePool) -> None:
         if any(thread.is_alive() for thread in threads):
             pool.close()
         while any(thread.is_alive() for thread in threads):
-            desk.turn_away()
             for run in runs:
                 for post in run.posts:
                     post.worker.kill()

@@ -15,6 +15,7 @@ from fake_fleet import LOST, FleetDevice, in_this_process, other_type
 from test_tune import DECODE, PROBLEM, children, stored, tried, wait_for_end, workload
 
 from autoflash.cards import chosen_cards
+from autoflash.desk import Desk, Stopped
 from autoflash.errors import AutoflashError, BudgetError, DeviceError, StoreError
 from autoflash.fleet import tune_on_all
 from autoflash.store import Store
@@ -170,6 +171,7 @@ def test_what_ends_the_writing_process_ends_every_gpus_work(db, calls, monkeypat
 SCRIPT = """
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from fake_device import FakeDevice
 from test_fleet import search
 from test_tune import PROBLEM, DECODE, tried
@@ -217,3 +219,20 @@ def test_gpus_are_all_or_a_list(text, indices):
 def test_a_list_of_gpus_that_are_not_there_is_refused_in_a_line(text):
     with pytest.raises(AutoflashError, match=r"^--gpus .*[^.]$"):
         chosen_cards(text, 4)
+
+
+def test_nobody_waits_at_a_closed_desk_for_an_answer_that_was_lost():
+    desk, ends = Desk(), []
+
+    def ask() -> None:
+        try:
+            ends.append(desk.do(lambda: "answered"))
+        except Stopped as stopped:
+            ends.append(stopped)
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    desk._asked.get()  # taken, as by a thread that Ctrl-C ends before it answers
+    desk.closed = True
+    thread.join(10)
+    assert [type(end) for end in ends] == [Stopped]
