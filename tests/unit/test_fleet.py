@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 
 import pytest
 from fake_device import GPU, SHORT, TOOLCHAIN, machine, time_us
@@ -171,7 +172,6 @@ def test_what_ends_the_writing_process_ends_every_gpus_work(db, calls, monkeypat
 SCRIPT = """
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from fake_device import FakeDevice
 from test_fleet import search
 from test_tune import PROBLEM, DECODE, tried
