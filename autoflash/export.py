@@ -1,6 +1,5 @@
 """Export: measured winners become one module that needs torch and triton only."""
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from autoflash.render import render
 from autoflash.runtime.device import Device
 from autoflash.runtime.match import match_key, match_sizes
 from autoflash.single_file import joined_runtime
+from autoflash.whole_file import write_whole
 
 MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
 
@@ -83,12 +83,8 @@ def write_module(text: str, path: Path) -> None:
     """Write the module whole or not at all. Raises ExportError."""
     if path.suffix != ".py":
         raise ExportError(f"{path}: the module's name must end in .py")
-    bytes_ = text.encode("ascii")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as written:
-            written.write(bytes_)
-        Path(written.name).chmod(0o644)
-        Path(written.name).replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error.strerror}") from None
 

@@ -1,6 +1,5 @@
 """Kernels: a rendered text loaded, planned, compiled for a GPU type, and its resources read."""
 
-import contextlib
 import errno
 import os
 import re
@@ -29,6 +28,7 @@ from autoflash.records import Resources
 from autoflash.render import Rendered, render
 from autoflash.runtime.launch import Launch, compile_plan
 from autoflash.runtime.load import load_text
+from autoflash.whole_file import write_whole
 
 WARP_SIZE = {"nvidia": 32, "amd": 64}
 
@@ -59,7 +59,7 @@ def load(rendered: Rendered) -> ModuleType:
     path = cache_dir() / f"{rendered.name}.py"
     try:
         if not path.is_file() or path.read_text() != rendered.text:
-            _write_whole(path, rendered.text)
+            write_whole(path, rendered.text)
     except OSError as error:
         raise AutoflashError(
             f"{path}: cannot be written: {error.strerror}; set AUTOFLASH_CACHE"
@@ -215,19 +215,6 @@ class _CompileOnlyDriver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("meta")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write the file whole or not at all, whoever else writes it and whether the disk is full."""
-    written = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115
-    try:
-        with written:
-            written.write(text)
-        Path(written.name).replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(written.name).unlink()
-        raise
 
 
 def _workspace_bytes(

@@ -1,7 +1,6 @@
 """Winners as files: one JSON object a line, sorted, the same bytes for the same winners."""
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from autoflash.store.knobs import (
 from autoflash.store.reading import one_of, winner_order
 from autoflash.store.skipping import readable
 from autoflash.toolchain import Toolchain
+from autoflash.whole_file import write_whole
 
 # What a line holds beside the numbers of its decision.
 RECORDS = ("gpu", "toolchain", "problem", "winner", "default", "tied", "times")
@@ -76,15 +76,9 @@ def _key(winner: Winner) -> tuple[Any, ...]:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of the file or nothing: written beside it, then renamed."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_text(text, encoding="utf-8", newline="\n")
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_whole(path, text)
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error.strerror}") from None
 

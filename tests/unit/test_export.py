@@ -5,6 +5,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from making import CHAIN, H200, candidates, decode_of, prefill_of, winner_of
@@ -230,15 +231,17 @@ def test_what_a_shape_would_lose_untuned_is_served_as_the_module_serves_it():
         assert rows[problem.seqlen_q].unseen_regret == pytest.approx(expected)
 
 
-def test_a_module_is_written_whole_or_not_at_all(tmp_path):
+def test_a_module_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(ExportError, match=r"the module's name must end in \.py"):
         write_module("text", tmp_path / "module")
     with pytest.raises(ExportError, match=r"cannot write .*No such file or directory"):
         write_module("text", tmp_path / "missing" / "module.py")
     path = tmp_path / "module.py"
     path.write_text("before")
-    with pytest.raises(UnicodeEncodeError):
-        write_module("caf\N{LATIN SMALL LETTER E WITH ACUTE}", path)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(full))
+    with pytest.raises(ExportError, match=r"cannot write .*No space left on device"):
+        write_module("after", path)
     assert path.read_text() == "before"
     assert [entry.name for entry in tmp_path.iterdir()] == ["module.py"]
 
