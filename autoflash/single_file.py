@@ -9,10 +9,16 @@ RUNTIME = Path(__file__).resolve().parent / "runtime"
 
 
 def runtime_files() -> list[Path]:
-    """The files of runtime/, each after those it imports from."""
-    paths = {path.stem: path for path in sorted(RUNTIME.glob("*.py")) if path.stem != "__init__"}
-    graph = {stem: sorted(_siblings(path.read_text())) for stem, path in paths.items()}
-    return [paths[stem] for stem in TopologicalSorter(graph).static_order()]
+    """The files of runtime/ that dispatch reaches, each after those it imports from."""
+    graph: dict[str, list[str]] = {}
+    reached = ["dispatch"]
+    while reached:
+        stem = reached.pop()
+        if stem not in graph:
+            graph[stem] = sorted(_siblings((RUNTIME / f"{stem}.py").read_text()))
+            reached += graph[stem]
+    in_order = TopologicalSorter({stem: graph[stem] for stem in sorted(graph)}).static_order()
+    return [RUNTIME / f"{stem}.py" for stem in in_order]
 
 
 def joined_runtime() -> tuple[str, str]:
