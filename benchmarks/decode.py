@@ -1,4 +1,4 @@
-"""Decode beside FlashInfer, FlashAttention-3 and cuDNN SDPA: 20 paged cases, one interleaved run.
+"""Decode beside FlashInfer and FlashAttention-3: 20 paged cases, one interleaved run.
 
 One query token a sequence, page 16, bf16; caches rotate so that none is served from L2. Ragged
 lengths are uniform in [L/8, L], the first one L.
