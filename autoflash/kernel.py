@@ -1,6 +1,7 @@
 """Kernels: a rendered text loaded, planned, compiled for a GPU type, and its resources read."""
 
 import errno
+import math
 import os
 import re
 import subprocess
@@ -87,6 +88,11 @@ def new_outputs(inputs: Inputs, fill: float = float("nan")) -> tuple[torch.Tenso
     return out, torch.full(lse_shape, fill, dtype=torch.float32, device=inputs.q.device)
 
 
+def _poison_of(dtype: torch.dtype) -> float:
+    """What no kernel may read and still be right: NaN, or the largest integer."""
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
 def plan_of(
     module: ModuleType,
     inputs: Inputs,
@@ -95,12 +101,12 @@ def plan_of(
     gpu: Gpu,
     config: Config,
     softmax_scale: float | None = None,
-    workspace_fill: float | None = None,
+    poison: bool = False,
     new_workspace: NewWorkspace | None = None,
 ) -> list[Launch]:
     """What a rendered module would launch for these inputs. Launches nothing.
 
-    Workspaces are uninitialised, or full of `workspace_fill`, or what `new_workspace` gives.
+    Workspaces are uninitialised, or poisoned, or what `new_workspace` gives.
     """
     p = inputs.problem
     scale = p.head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -108,7 +114,7 @@ def plan_of(
 
     def plain_workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         workspace = torch.empty(shape, dtype=dtype, device=device)
-        return workspace if workspace_fill is None else workspace.fill_(workspace_fill)
+        return workspace.fill_(_poison_of(dtype)) if poison else workspace
 
     tail = (gpu.num_sms, config.as_dict(), new_workspace or plain_workspace)
     if p.op == "prefill":

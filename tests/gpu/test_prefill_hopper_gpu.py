@@ -54,7 +54,7 @@ def run(
     out = own_out if out is None else out
     lse = lse if with_lse else None
     module = module_of(FAMILY.variant(inputs.problem))
-    run_plan(plan_of(module, inputs, out, lse, gpu, config, workspace_fill=NAN))
+    run_plan(plan_of(module, inputs, out, lse, gpu, config, poison=True))
     return out, lse
 
 
@@ -263,7 +263,7 @@ def test_a_graph_replays_a_schedule_from_a_counter(gpu):
     expected, _ = run(inputs, config_of(), gpu)
     out, lse = new_outputs(inputs)
     module = module_of(FAMILY.variant(problem))
-    plan = plan_of(module, inputs, out, lse, gpu, config_of(), workspace_fill=NAN)
+    plan = plan_of(module, inputs, out, lse, gpu, config_of(), poison=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):

@@ -11,7 +11,6 @@ from autoflash.render import render
 from autoflash.runtime.launch import run_plan
 from autoflash.runtime.load import load_text
 
-NAN = float("nan")
 DEFAULT_GPU = gpus.known(gpus.DEFAULT_TARGET)
 
 
@@ -41,7 +40,7 @@ def run(
             gpu,
             config,
             softmax_scale,
-            workspace_fill=NAN,
+            poison=True,
         )
     )
     return out, lse if with_lse else None
