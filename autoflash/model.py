@@ -59,11 +59,15 @@ def _launched(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int
     inputs = make_inputs(problem, device="meta", poison=False)
     out, _ = new_outputs(inputs)
     launches = plan_for(inputs, config, gpu, out, None)
-    _, grid, _, options = launches[0]  # a reduction, where there is one, comes after the work
+    # others reduce, copy or zero
+    _, grid, _, options = next(
+        launch for launch in launches if launch[0].__name__.startswith(config.family)
+    )
+    consumers = int(config.as_dict().get("WARPGROUPS", 0))
     return (
         math.prod(grid),
-        options.get("num_warps", 4),
-        options.get("num_stages", 2),
+        options.get("num_warps", 4) + 4 * consumers,
+        int(config.as_dict().get("num_stages", 2)),
         len(launches),
     )
 
@@ -74,11 +78,19 @@ def _completed(resources: Resources, problem: Problem, config: Config) -> Resour
         return resources
     knobs = config.as_dict()
     warps, stages = (int(knobs.get(name, 4)) for name in ("num_warps", "num_stages"))
-    block_m, block_n = int(knobs.get("BLOCK_M", 16)), int(knobs.get("BLOCK_N", 64))
+    warps *= 1 + int(knobs.get("WARPGROUPS", 0))
+    block_m, block_n = _tile(config)
     live = block_m * (problem.head_dim + block_n) // (32 * warps)
     q_bytes = block_m * problem.head_dim * problem.dtype_bytes
     smem_bytes = q_bytes + stages * _tile_bytes(problem, config)
     return Resources(min(255, 48 + live), 0, smem_bytes)
+
+
+def _tile(config: Config) -> tuple[int, int]:
+    """Query rows and keys of a tile; the packed heads of decode fill the fewest rows."""
+    knobs = config.as_dict()
+    rows = 64 * int(knobs["WARPGROUPS"]) if "WARPGROUPS" in knobs else knobs.get("BLOCK_M", 16)
+    return int(rows), int(knobs.get("BLOCK_N", 64))
 
 
 def _tile_bytes(problem: Problem, config: Config) -> int:
@@ -104,9 +116,8 @@ def _resident_blocks(resources: Resources, warps: int, gpu: Gpu) -> int:
 
 def _padding(problem: Problem, config: Config) -> float:
     """Score elements computed over those that are visible."""
-    knobs = config.as_dict()
     rows = problem.seqlen_q if problem.op == "prefill" else problem.group_size * problem.seqlen_q
-    block_m, block_n = (int(knobs.get(name, 1)) for name in ("BLOCK_M", "BLOCK_N"))
+    block_m, block_n = _tile(config)
     keys = max(problem.seqlen_k, 1)
     padded = math.ceil(rows / block_m) * block_m / rows * math.ceil(keys / block_n) * block_n / keys
     diagonal = (block_m + block_n) / 2 / keys if problem.causal else 0.0
@@ -115,7 +126,6 @@ def _padding(problem: Problem, config: Config) -> float:
 
 def _reuse(config: Config) -> float:
     """Share of the peak that a tile's shape allows: products per element loaded, softened."""
-    knobs = config.as_dict()
-    block_m, block_n = (int(knobs.get(name, 64)) for name in ("BLOCK_M", "BLOCK_N"))
+    block_m, block_n = _tile(config)
     products = block_m * block_n / (block_m + block_n)
     return products / (products + 16)

@@ -2,7 +2,7 @@
 
 from autoflash.config import Config
 from autoflash.errors import UnsupportedError
-from autoflash.families import decode, prefill
+from autoflash.families import decode, prefill, prefill_hopper
 from autoflash.families.family import Family, sample, space, variants
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
@@ -18,7 +18,9 @@ __all__ = [
     "why_refused",
 ]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (prefill.FAMILY, decode.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (prefill.FAMILY, prefill_hopper.FAMILY, decode.FAMILY)
+}
 
 
 def family_of(name: str) -> Family:

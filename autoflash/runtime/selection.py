@@ -12,12 +12,17 @@ import triton
 
 from .defaults import decode_default, prefill_default
 from .device import Device
+from .hopper_validity import prefill_hopper_refusal
 from .load import load_text
 from .match import MatchSizes, match_bucket, match_distance, match_key, match_sizes
 from .problem import Problem, ProblemError
 from .validity import decode_refusal, decode_unsupported, prefill_refusal, prefill_unsupported
 
-SELECTION_REFUSALS = {"prefill": prefill_refusal, "decode": decode_refusal}
+SELECTION_REFUSALS = {
+    "prefill": prefill_refusal,
+    "prefill_hopper": prefill_hopper_refusal,
+    "decode": decode_refusal,
+}
 SELECTION_UNSUPPORTED = {"prefill": prefill_unsupported, "decode": decode_unsupported}
 SELECTION_DEFAULTS = {"prefill": prefill_default, "decode": decode_default}
 

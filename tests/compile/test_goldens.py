@@ -18,6 +18,8 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 GOLDEN_VARIANTS = (
     Variant("prefill", "prefill"),
     Variant("prefill", "prefill", causal=True),
+    Variant("prefill_hopper", "prefill"),
+    Variant("prefill_hopper", "prefill", causal=True),
     Variant("decode", "decode"),
     Variant("decode", "decode", paged=True),
 )
