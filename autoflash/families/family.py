@@ -62,8 +62,13 @@ def sample(op: str, causal: bool = False, paged: bool = False) -> Problem:
     )
 
 
+def samples(family: Family) -> list[Problem]:
+    """A small problem for each setting of the switches that the family serves."""
+    every = [sample(family.op, *switches) for switches in product((False, True), repeat=2)]
+    served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
+    return list({each.switches: each for each in served}.values())
+
+
 def variants(family: Family) -> dict[str, Variant]:
-    """Every text of the family by its name: one for each setting of the switches it serves."""
-    samples = [sample(family.op, *switches) for switches in product((False, True), repeat=2)]
-    served = [each for each in samples if family.unsupported(each, known(DEFAULT_TARGET)) is None]
-    return {variant.name: variant for variant in map(family.variant, served)}
+    """Every text of the family by its name."""
+    return {variant.name: variant for variant in map(family.variant, samples(family))}
