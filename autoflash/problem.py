@@ -15,6 +15,7 @@ class Variant:
     op: str
     causal: bool = False
     paged: bool = False
+    queries: bool = False  # several query tokens a sequence
 
     @property
     def name(self) -> str:
