@@ -10,7 +10,7 @@ from typing import Any
 from autoflash import __version__
 from autoflash.config import Config
 from autoflash.errors import ExportError
-from autoflash.families import FAMILIES, sample, why_refused
+from autoflash.families import FAMILIES, samples, why_refused
 from autoflash.gpu import Gpu
 from autoflash.portfolio import Measured, Served, choose_portfolio, unseen_regrets
 from autoflash.problem import Problem, Variant
@@ -180,7 +180,7 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
     knobs = sorted({row.served.config.knobs for row in rows}, key=repr)
     lines = ["_TEXTS = {"]
     lines += [f"    {name!r}: {_literal(texts[name])}," for name in sorted(texts)]
-    lines += ["}", "_NAMES = {  # (family, causal, paged)"]
+    lines += ["}", "_NAMES = {  # (family, its switches that are on)"]
     lines += [f"    {key!r}: {render(names[key]).name!r}," for key in sorted(names)]
     lines += ["}", "_KNOBS = ("]
     lines += [f"    {dict(each)!r}," for each in knobs]
@@ -202,16 +202,13 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
     return "\n".join(lines)
 
 
-def _names(families: Iterable[str]) -> dict[tuple[str, bool, bool], Variant]:
-    """Every variant of the families, by (family, causal, paged)."""
-    names = {}
-    for family in (FAMILIES[name] for name in sorted(families)):
-        for switch in (False, True):
-            decode = family.op == "decode"
-            problem = sample(family.op, causal=switch and not decode, paged=switch and decode)
-            causal = not decode and problem.causal
-            names[family.name, causal, problem.paged] = family.variant(problem)
-    return names
+def _names(families: Iterable[str]) -> dict[tuple[str, ...], Variant]:
+    """Every variant of the families, by the family and the switches that are on."""
+    return {
+        (name, *problem.switches): FAMILIES[name].variant(problem)
+        for name in sorted(families)
+        for problem in samples(FAMILIES[name])
+    }
 
 
 def _row(row: ExportedRow, knobs: Sequence[Any]) -> str:

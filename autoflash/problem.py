@@ -1,6 +1,6 @@
 """Variant: the structural switches that decide a kernel's text; and a problem told in a line."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autoflash.runtime.problem import Problem, ProblemError
 
@@ -15,12 +15,16 @@ class Variant:
     op: str
     causal: bool = False
     paged: bool = False
+    queries: bool = False  # several query tokens a sequence
 
     @property
     def name(self) -> str:
         """The golden's name: the family, then every switch that is on."""
-        switches = [switch for switch in ("causal", "paged") if getattr(self, switch)]
+        switches = [switch for switch in SWITCHES if getattr(self, switch)]
         return "_".join([self.family, *switches])
+
+
+SWITCHES = tuple(field.name for field in fields(Variant) if field.type is bool)
 
 
 def title(problem: Problem) -> str:

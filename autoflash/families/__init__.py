@@ -3,7 +3,7 @@
 from autoflash.config import Config
 from autoflash.errors import UnsupportedError
 from autoflash.families import decode, prefill, prefill_hopper
-from autoflash.families.family import Family, sample, space, variants
+from autoflash.families.family import Family, sample, samples, space, variants
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
 
@@ -12,6 +12,7 @@ __all__ = [
     "Family",
     "family_of",
     "sample",
+    "samples",
     "serving",
     "space",
     "variants",

@@ -19,6 +19,7 @@ PARTS = (
     "decode/attend.py.jinja",
     "decode/attend_swapped.py.jinja",
     "decode/schedule.py.jinja",
+    "decode/store.py.jinja",
     "decode/kernel.py.jinja",
     "decode/combine.py.jinja",
     "decode/plan.py.jinja",
@@ -41,7 +42,7 @@ RING_SHARE = 64 / 228
 
 
 def variant(problem: Problem) -> Variant:
-    return Variant(family="decode", op="decode", paged=problem.paged)
+    return Variant("decode", "decode", **dict.fromkeys(problem.switches, True))
 
 
 def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:

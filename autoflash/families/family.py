@@ -46,7 +46,7 @@ def space(family: Family, problem: Problem, gpu: Gpu) -> Iterator[tuple[Config, 
         yield config, family.refusal(problem, config, gpu)
 
 
-def sample(op: str, causal: bool = False, paged: bool = False) -> Problem:
+def sample(op: str, causal: bool = False, paged: bool = False, queries: bool = False) -> Problem:
     """A small problem with these switches, for asking what does not depend on its shape."""
     return Problem(
         op=op,
@@ -55,15 +55,20 @@ def sample(op: str, causal: bool = False, paged: bool = False) -> Problem:
         num_heads=1,
         num_kv_heads=1,
         head_dim=64,
-        seqlen_q=1,
+        seqlen_q=2 if queries else 1,
         seqlen_k=64,
         causal=causal,
         page_size=16 if paged else 0,
     )
 
 
+def samples(family: Family) -> list[Problem]:
+    """A small problem for each setting of the switches that the family serves."""
+    every = [sample(family.op, *switches) for switches in product((False, True), repeat=3)]
+    served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
+    return list({each.switches: each for each in served}.values())
+
+
 def variants(family: Family) -> dict[str, Variant]:
-    """Every text of the family by its name: one for each setting of the switches it serves."""
-    samples = [sample(family.op, *switches) for switches in product((False, True), repeat=2)]
-    served = [each for each in samples if family.unsupported(each, known(DEFAULT_TARGET)) is None]
-    return {variant.name: variant for variant in map(family.variant, served)}
+    """Every text of the family by its name."""
+    return {variant.name: variant for variant in map(family.variant, samples(family))}

@@ -17,7 +17,7 @@ from .arguments import (
 )
 from .device import Device, device_of
 from .launch import Launch, run_plan
-from .problem import Problem, ProblemError
+from .problem import Problem
 from .selection import Choice, Selector, Tables
 
 _selectors: list[Selector] = []
@@ -135,15 +135,17 @@ def decode(
     batch_invariant: bool = False,
     check: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query token a sequence over its cache: `out`, or `(out, lse)`.
+    """Attention of each sequence's last query tokens over its cache: `out`, or `(out, lse)`.
 
-    q is (batch, num_heads, head_dim) or (batch, 1, num_heads, head_dim) and `out` has its shape.
+    q is (batch, seqlen_q, num_heads, head_dim), of 1 to 16 query tokens that are causal among
+    themselves, or (batch, num_heads, head_dim), and `out` has its shape.
     The caches are (batch, tokens, num_kv_heads, head_dim), or with a `block_table`, int32 or int64
     (batch, max_pages), (pages, page_size, num_kv_heads, head_dim); heads come before tokens with
-    kv_layout "hnd". `cache_seqlens` counts the valid tokens, the query's own included; slots and
+    kv_layout "hnd". `cache_seqlens` counts the valid tokens, the queries' own included; slots and
     table entries past them may hold anything. `max_seqlen_k` (no length is greater) and `lengths`
-    only help the choice. `lse` is fp32 (batch, num_heads), with a query axis if q has one. `check`
-    looks at lengths and page ids, and waits for the device. Raises ProblemError.
+    only help the choice. `lse` is fp32 (batch, num_heads, seqlen_q), (batch, num_heads) if q has no
+    query axis. `check` looks at lengths and page ids, and waits for the device. Raises
+    ProblemError naming an argument that does not fit or is not served yet.
     """
     refuse_arguments(
         "decode",
@@ -166,8 +168,6 @@ def decode(
     problem = decode_problem(
         q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths
     )
-    if problem.seqlen_q > 1:
-        raise ProblemError(f"decode: {problem.seqlen_q} query tokens are not supported yet, 1 is")
     if check:
         check_cache_entries(problem, k_cache, cache_seqlens, block_table)
     out, lse = _outputs("decode", q, problem, out, return_lse)

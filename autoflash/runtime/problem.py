@@ -70,6 +70,14 @@ class Problem:
         return self.page_size > 0
 
     @property
+    def switches(self) -> tuple[str, ...]:
+        """The switches that are on, of those that decide a kernel's text."""
+        if self.op == "prefill":
+            return ("causal",) if self.causal else ()
+        on = {"paged": self.paged, "queries": self.seqlen_q > 1}
+        return tuple(name for name, is_on in on.items() if is_on)
+
+    @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 

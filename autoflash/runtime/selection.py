@@ -49,7 +49,7 @@ class Tables(NamedTuple):
     """All an exported module knows: kernel texts by name, names by switches, rows by GPU."""
 
     texts: Mapping[str, str]
-    names: Mapping[tuple[str, bool, bool], str]  # (family, causal, paged)
+    names: Mapping[tuple[str, ...], str]  # (family, its switches that are on)
     gpus: tuple[GpuTable, ...]
 
 
@@ -120,8 +120,7 @@ class Selector:
         regret: float,
         tuned: MatchSizes | None,
     ) -> Choice:
-        causal = problem.op == "prefill" and problem.causal
-        name = self.tables.names[family, causal, problem.paged]
+        name = self.tables.names[family, *problem.switches]
         module = self._module(name)
         return Choice(module, dict(knobs), how, family, distance, regret, tuned)
 

@@ -87,8 +87,6 @@ def decode_unsupported(problem: Problem, gpu: Any) -> str | None:
     p = problem
     if p.op != "decode":
         return f"serves decode, not {p.op}"
-    if p.seqlen_q > 1:
-        return f"seqlen_q {p.seqlen_q} is not served yet, 1 is"
     if p.head_dim_v != p.head_dim:
         return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
     if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:
@@ -130,9 +128,9 @@ def decode_block_d(problem: Problem) -> int:
 
 
 def decode_block_m(problem: Problem) -> int:
-    """Query heads of a tile, as plan() of the rendered text pads them."""
-    group = 1 << (problem.group_size - 1).bit_length()
-    return max(16, min(group, 128, 16384 // (decode_block_d(problem) * problem.dtype_bytes)))
+    """Rows of a tile, heads times query tokens, as plan() of the rendered text pads them."""
+    rows = 1 << (problem.group_size * problem.seqlen_q - 1).bit_length()
+    return max(16, min(rows, 128, 16384 // (decode_block_d(problem) * problem.dtype_bytes)))
 
 
 def decode_is_wide(problem: Problem) -> bool:

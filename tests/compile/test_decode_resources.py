@@ -4,7 +4,7 @@ import pytest
 
 from autoflash.config import Config
 from autoflash.families.decode import FAMILY
-from autoflash.gpu import KNOWN, known
+from autoflash.gpu import KNOWN, Gpu, known
 from autoflash.kernel import compile_candidate
 from autoflash.problem import Problem
 from autoflash.runtime.validity import decode_refusal, decode_smem_bytes
@@ -13,8 +13,11 @@ TARGETS = {gpu.arch: gpu for gpu in KNOWN.values()} | {"sm_90": known("NVIDIA H2
 NAMES = ("SCHEDULE", "SWAP", "BLOCK_N", "num_warps", "num_stages")
 
 
-def problem(dtype: str, head_dim: int, num_heads: int = 8, **fields: str) -> Problem:
-    return Problem("decode", dtype, 8, num_heads, 1, head_dim, 1, 512, page_size=16, **fields)
+def problem(
+    dtype: str, head_dim: int, num_heads: int = 8, seqlen_q: int = 1, **fields: str
+) -> Problem:
+    shape = (8, num_heads, 1, head_dim, seqlen_q, 512)
+    return Problem("decode", dtype, *shape, page_size=16, **fields)
 
 
 def config(arch: str, *values: int | str) -> Config:
@@ -40,7 +43,29 @@ BOUNDED = [
 @pytest.mark.parametrize("case", BOUNDED, ids=str)
 def test_the_bound_of_shared_memory_holds_and_is_near(case: tuple) -> None:
     arch, dtype, head_dim, num_heads, *values = case
-    gpu, p, chosen = TARGETS[arch], problem(dtype, head_dim, num_heads), config(arch, *values)
+    check_bound(TARGETS[arch], problem(dtype, head_dim, num_heads), config(arch, *values))
+
+
+# the same with query tokens of eight heads each: 16 to 128 rows
+SEVERAL_QUERIES = [
+    ("sm_80", "bf16", 128, 2, "group", 0, 32, 2, 4),
+    ("sm_90", "bf16", 128, 4, "split", 1, 64, 4, 3),
+    ("sm_90", "fp16", 128, 8, "group", 1, 128, 4, 2),
+    ("sm_90", "bf16", 64, 16, "split", 0, 64, 8, 3),
+    ("sm_90", "bf16", 64, 16, "group", 1, 64, 4, 3),
+    ("sm_120", "bf16", 128, 16, "group", 0, 64, 8, 2),
+    ("gfx942", "bf16", 128, 4, "split", 0, 32, 4, 3),
+]
+
+
+@pytest.mark.parametrize("case", SEVERAL_QUERIES, ids=str)
+def test_the_bound_of_shared_memory_holds_for_several_query_tokens(case: tuple) -> None:
+    arch, dtype, head_dim, seqlen_q, *values = case
+    p = problem(dtype, head_dim, seqlen_q=seqlen_q)
+    check_bound(TARGETS[arch], p, config(arch, *values))
+
+
+def check_bound(gpu: Gpu, p: Problem, chosen: Config) -> None:
     compiled = compile_candidate(p, chosen, gpu).smem_bytes
     bound = decode_smem_bytes(p, chosen.as_dict(), gpu)
     assert compiled <= bound < 2 * compiled

@@ -22,6 +22,8 @@ GOLDEN_VARIANTS = (
     Variant("prefill_hopper", "prefill", causal=True),
     Variant("decode", "decode"),
     Variant("decode", "decode", paged=True),
+    Variant("decode", "decode", queries=True),
+    Variant("decode", "decode", paged=True, queries=True),
 )
 
 TARGETS = {gpu.arch: gpu for gpu in KNOWN.values() if gpu.name != "NVIDIA H100 80GB HBM3"}
@@ -35,7 +37,7 @@ def problem_of(variant: Variant, **changes) -> Problem:
         "num_heads": 8,
         "num_kv_heads": 2,
         "head_dim": 128,
-        "seqlen_q": 1 if variant.op == "decode" else 512,
+        "seqlen_q": (4 if variant.queries else 1) if variant.op == "decode" else 512,
         "seqlen_k": 512,
         "causal": variant.causal,
         "page_size": 16 if variant.paged else 0,

@@ -67,6 +67,9 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
         {"head_dim": 80, "num_heads": 14},
         {"head_dim": 64, "num_heads": 71, "num_kv_heads": 1},
         {"dtype": "fp32", "head_dim": 64},
+        {"seqlen_q": 4},
+        {"seqlen_q": 16, "num_heads": 16, "page_size": 64, "kv_layout": "hnd"},
+        {"seqlen_q": 3, "page_size": 0, "head_dim": 64, "num_heads": 14},
     ],
     ids=str,
 )

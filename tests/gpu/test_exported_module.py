@@ -31,6 +31,8 @@ UNTUNED = [
     Problem("decode", "bf16", 3, 71, 1, 64, 1, 500, page_size=48, lengths="ragged"),
     Problem("decode", "fp16", 2, 8, 2, 96, 1, 65, page_size=64),
     Problem("decode", "fp32", 2, 8, 2, 128, 1, 513),
+    Problem("decode", "bf16", 9, 32, 8, 128, 4, 1777, page_size=16, lengths="ragged"),
+    Problem("decode", "fp16", 2, 8, 1, 64, 16, 500),
 ]
 
 

@@ -35,7 +35,7 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
             "k": normal(batch, keys, kv_heads, head_dim),
             "v": normal(batch, keys, kv_heads, head_dim),
         }
-    tensors = {"q": normal(batch, 1, heads, head_dim)}
+    tensors = {"q": normal(batch, case["seqlen_q"], heads, head_dim)}
     lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
     if case["lengths"] == "ragged":
         drawn = torch.rand(batch, device=device, generator=generator)

@@ -2,84 +2,25 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from running import run
+from decoding import (
+    NAN,
+    check,
+    config,
+    decode,
+    each_choice,
+    every_config,
+    gathered,
+    problem,
+    replace_block_n,
+    same_bits,
+)
 
-from autoflash import gpu as gpus
 from autoflash.accuracy import Budget
 from autoflash.config import Config
 from autoflash.inputs import POISON_PAGE, Inputs, make_inputs
-from autoflash.problem import Problem
-
-H200 = gpus.known("NVIDIA_H200")
-NAN = float("nan")
-
-
-def config(schedule: str = "split", swap: int = 0, block_n: int = 32) -> Config:
-    knobs = {
-        "SCHEDULE": schedule,
-        "SWAP": swap,
-        "BLOCK_N": block_n,
-        "num_warps": 4,
-        "num_stages": 2,
-        "PROGRAMS_PER_SM": 1,
-        "DEPENDENT_LAUNCH": 0,
-        "COMBINE_WARPS": 4,
-    }
-    return Config.of("decode", knobs)
-
-
-every_config = pytest.mark.parametrize(
-    "config",
-    [config(schedule, swap) for schedule in ("split", "group") for swap in (0, 1)],
-    ids=["split", "split-swapped", "group", "group-swapped"],
-)
-each_choice = pytest.mark.parametrize(  # each schedule once, each product once
-    "config", [config("split", 0), config("group", 1)], ids=["split", "group-swapped"]
-)
-
-
-def problem(
-    batch: int,
-    num_heads: int = 3,
-    num_kv_heads: int = 1,
-    head_dim: int = 16,
-    seqlen_k: int = 100,
-    **fields: object,
-) -> Problem:
-    return Problem(
-        op="decode",
-        dtype=str(fields.pop("dtype", "fp16")),
-        batch=batch,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        seqlen_q=1,
-        seqlen_k=seqlen_k,
-        **fields,
-    )
-
-
-def decode(
-    inputs: Inputs, config: Config, splits: int = 2, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` and `lse` with the keys cut in `splits`; for the group schedule, the whole batch's."""
-    p = inputs.problem
-    sequences = p.batch if config["SCHEDULE"] == "split" else 1
-    gpu = replace(H200, num_sms=splits * p.num_kv_heads * sequences)
-    return run(inputs, config, gpu=gpu, **options)
-
-
-def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def check(inputs: Inputs, config: Config, splits: int = 2, **options: float) -> None:
-    verdict = Budget(inputs, **options).judge(*decode(inputs, config, splits, **options))
-    assert verdict.correct, verdict.reason
 
 
 @every_config
@@ -134,10 +75,6 @@ def test_dead_table_entries_change_no_bit(config: Config, index_dtype: torch.dty
     ]
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
     check(inputs, config)
-
-
-def replace_block_n(config: Config, block_n: int) -> Config:
-    return Config.of("decode", {**config.as_dict(), "BLOCK_N": block_n})
 
 
 @every_config
@@ -211,20 +148,6 @@ def test_any_page_size_gives_the_bits_of_the_contiguous_cache(
     assert same_bits(result, decode(contiguous, chosen))
     verdict = Budget(contiguous).judge(*result)
     assert verdict.correct, verdict.reason
-
-
-def gathered(paged: Inputs) -> Inputs:
-    """The same sequences in a contiguous cache whose dead slots are NaN."""
-    p = replace(paged.problem, page_size=0)
-    k, v = (
-        torch.full((p.batch, p.seqlen_k, p.num_kv_heads, p.head_dim), NAN, dtype=paged.k.dtype)
-        for _ in range(2)
-    )
-    for b in range(p.batch):
-        _, k_b, v_b = paged.sequence(b)
-        k[b, : k_b.shape[1]] = k_b.transpose(0, 1)
-        v[b, : v_b.shape[1]] = v_b.transpose(0, 1)
-    return Inputs(p, paged.q, k, v, paged.cache_seqlens, None)
 
 
 @each_choice

@@ -18,6 +18,8 @@ PROBLEMS = [
     Problem("decode", "bf16", 3, 4, 1, 128, 1, 277, page_size=3, lengths="ragged"),
     Problem("decode", "fp16", 2, 8, 2, 96, 1, 65, page_size=64),
     Problem("decode", "fp32", 2, 8, 2, 128, 1, 213),
+    Problem("decode", "bf16", 2, 8, 2, 128, 4, 130, page_size=16, lengths="ragged"),
+    Problem("decode", "fp16", 2, 2, 1, 64, 16, 40),
 ]
 
 

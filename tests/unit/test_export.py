@@ -251,7 +251,7 @@ def test_a_problem_that_no_family_serves_is_an_error_and_not_a_default():
     for problem, reason in (
         (prefill_of(head_dim_v=32), "prefill: head_dim_v"),
         (prefill_of(kv_dtype="fp16"), "prefill: kv_dtype"),
-        (decode_of(seqlen_q=2), "decode: seqlen_q 2"),
+        (decode_of(batch_invariant=True), "decode: batch_invariant"),
     ):
         with pytest.raises(ValueError, match=reason):
             selector.choose(problem, DEVICE)
