@@ -20,7 +20,7 @@ from autoflash.effort import TimeLimit
 from autoflash.entrants import Entrants, Lab
 from autoflash.groups import digest_of
 from autoflash.problem import Problem
-from autoflash.promise import by_promise, transferred_to
+from autoflash.promise import by_promise, lost_nearby, transferred_to
 from autoflash.records import Decision, Trial
 from autoflash.rounds import side_by_side, with_times
 from autoflash.search import Proposals, strategy_for
@@ -28,20 +28,31 @@ from autoflash.search.exhaustive import exhaustive
 from autoflash.worker import LimitReached
 
 SCREENING_SHARE = 0.65  # of a problem's time, where there is a limit; the rest is the final's
+GOOD_NEARBY = 3  # one in so many of the trials is for what was fastest on a shape nearby
 GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed any further
 
 
 def proposals_for(lab: Lab, entrants: Entrants, problem: Problem) -> Proposals:
-    """What the strategy proposes for a problem; the same for the same seed and the same winners."""
-    candidates = entrants.group.candidates(problem, lab.gpu)
-    most = lab.effort.max_candidates
+    """What the strategy proposes for a problem; the same for the same seed and what is known.
+
+    On the first shape of a group more is tried than on those after it, which start from what was
+    fast there.
+    """
+    group = entrants.group
+    candidates = group.candidates(problem, lab.gpu)
+    nearby = lost_nearby(problem, {other: lab.journal.times(other) for other in group.problems})
+    most = lab.effort.max_climbed if nearby else lab.effort.max_candidates
     tried = [config for config in candidates if lab.journal.tried(problem, config)]
-    if lab.strategy == "auto" and len(tried) >= most:
+    if lab.strategy != "exhaustive" and len(tried) >= most:
         return exhaustive(tried, most, lab.seed)  # an earlier run spent this effort
     strategy = strategy_for(lab.strategy, len(candidates), most)
-    known = transferred_to(problem, lab.gpu, lab.journal.winners, candidates)
-    ordered = by_promise(candidates, problem, lab.gpu, known, entrants.resources)
-    return strategy(ordered, most, lab.seed, 1 + len(known))
+    transferred = transferred_to(problem, lab.gpu, lab.journal.winners, candidates)
+    possible = set(candidates)
+    fastest = [config for config in sorted(nearby, key=nearby.__getitem__) if config in possible]
+    good = dict.fromkeys([*group.defaults(problem, lab.gpu), *transferred])
+    good |= dict.fromkeys(fastest[: most // GOOD_NEARBY])
+    ordered = by_promise(candidates, problem, lab.gpu, list(good), nearby, entrants.resources)
+    return strategy(ordered, most, lab.seed, len(good))
 
 
 def first_batch(lab: Lab, entrants: Entrants, problem: Problem) -> list[Config]:

@@ -8,7 +8,9 @@ from autoflash.errors import AutoflashError
 
 @dataclass(frozen=True)
 class Effort:
-    """`rungs` are the samples of each successive screening, the first for every candidate.
+    """`max_candidates` are tried on the first shape of a group, `max_climbed` on the others.
+
+    `rungs` are the samples of each successive screening, the first for every candidate.
 
     Higher rungs and the rounds of a final are cut to `cap_us` of GPU time a candidate, the first
     rung and cross timing to `first_cap_us`; at least one launch is made.
@@ -16,6 +18,7 @@ class Effort:
 
     name: str
     max_candidates: int
+    max_climbed: int
     rungs: tuple[int, ...]
     finalists: int
     rounds: int
@@ -29,9 +32,9 @@ class Effort:
 EFFORTS = {
     effort.name: effort
     for effort in (
-        Effort("quick", 24, (3,), 3, 7, 0, 0),
-        Effort("standard", 200, (5, 16), 6, 11, 3, 12),
-        Effort("max", 100_000, (5, 16, 64, 256), 10, 31, 7, 32),
+        Effort("quick", 24, 16, (3,), 3, 7, 0, 0),
+        Effort("standard", 200, 64, (5, 16), 6, 11, 3, 12),
+        Effort("max", 100_000, 100_000, (5, 16, 64, 256), 10, 31, 7, 32),
     )
 }
 

@@ -112,9 +112,10 @@ def _of_group(
 ) -> Sequence[Forecast]:
     binaries: set[Any] = set()
     found = []
-    for problem in group.problems:
+    for at, problem in enumerate(group.problems):
         candidates = group.candidates(problem, gpu)
-        likely = _likely(candidates, options)
+        effort = options.effort
+        likely = _likely(candidates, options, effort.max_climbed if at else effort.max_candidates)
         new = [config for config in likely if journal.screened(problem, config) is None]
         # what was tried on one shape of the group is compiled and checked for all
         unseen = [config for config in new if not journal.of_group(group.problems, config)]
@@ -135,9 +136,8 @@ def _of_group(
     return found
 
 
-def _likely(candidates: Sequence[Config], options: Options) -> list[Config]:
+def _likely(candidates: Sequence[Config], options: Options, most: int) -> list[Config]:
     """The candidates that are tried, where the strategy can say so before anything is."""
-    most = options.effort.max_candidates
     strategy = strategy_for(options.strategy, len(candidates), most)
     first = next(strategy(candidates, most, options.seed, 1))
     tried = len(first) if strategy is exhaustive else min(most, len(candidates))

@@ -25,6 +25,10 @@ class Group:
     def default(self, problem: Problem, gpu: Gpu) -> Config:
         return self.families[0].default(problem, gpu)
 
+    def defaults(self, problem: Problem, gpu: Gpu) -> list[Config]:
+        """That of every family, the portable one's first."""
+        return [family.default(problem, gpu) for family in self.families]
+
     def candidates(self, problem: Problem, gpu: Gpu) -> list[Config]:
         """Every config valid for the problem: the default, the other defaults, then the spaces."""
         return list(_candidates(self.families, problem, gpu))

@@ -1,5 +1,6 @@
 """Journal: every trial committed as it is made, and what earlier runs left need not be repeated."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -34,6 +35,7 @@ class Journal:
         self._store, self._run_id = store, run_id
         self._gpu, self._toolchain = gpu, toolchain
         self._screened: dict[tuple[Problem, Config], Trial] = {}
+        self._times: defaultdict[Problem, dict[Config, float]] = defaultdict(dict)
         self._decided: dict[Problem, Decision] = {}
         self._texts: set[str] = set()
         self._made: set[tuple[Problem, Config]] = set()
@@ -105,6 +107,10 @@ class Journal:
         found = (self._screened.get((problem, config)) for problem in problems)
         return [trial for trial in found if trial is not None]
 
+    def times(self, problem: Problem) -> dict[Config, float]:
+        """Microseconds of the configs screened on the problem and found right."""
+        return dict(self._times[problem])
+
     def decided(self, problem: Problem) -> Decision | None:
         """The latest measured decision on the problem."""
         return self._decided.get(problem)
@@ -115,3 +121,5 @@ class Journal:
             return
         if trial.stage == "screen" or trial.status != "correct":
             self._screened[trial.problem, trial.config] = trial
+            if trial.median_us is not None:
+                self._times[trial.problem][trial.config] = trial.median_us

@@ -42,7 +42,8 @@ class TritonCompiler:
             for problem in problems[1:]:  # the same binaries again unless a stride says otherwise
                 precompile(problem, config, gpu, with_lse=False)
             for case in cases_of(problems[0]):
-                precompile(case.problem, config, gpu, with_lse=True, wide_rows=case.wide_rows)
+                for with_lse in (True, False) if case.as_timed else (True,):
+                    precompile(case.problem, config, gpu, with_lse, case.wide_rows)
         except CompileError as error:
             raise Failure("compile", str(error)) from None
         return resources

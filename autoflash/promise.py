@@ -16,23 +16,47 @@ def by_promise(
     candidates: Sequence[Config],
     problem: Problem,
     gpu: Gpu,
-    transferred: Sequence[Config],
+    first: Sequence[Config],
+    nearby: Mapping[Config, float],
     resources: Mapping[Config, Resources],
 ) -> list[Config]:
-    """The default (the first candidate), those transferred, then the others, fastest first.
+    """The default (the first candidate), those of `first`, then the others, fastest first.
 
-    The order says who is tried first, and nothing about who wins.
+    Those timed `nearby` come before those of which only the model has an opinion. The order says
+    who is tried first, and nothing about who wins.
     """
     default, *others = candidates
-    first = [config for config in transferred if config in set(others)]
+    known = [config for config in first if config in set(others)]
     unknown = Resources()
 
-    def predicted(config: Config) -> tuple[float, Config]:
-        known = resources.get(config, unknown)
-        return predicted_us(problem, config, known, gpu), config
+    def promise(config: Config) -> tuple[bool, float, Config]:
+        if config in nearby:
+            return False, nearby[config], config
+        told = resources.get(config, unknown)
+        return True, predicted_us(problem, config, told, gpu), config
 
-    rest = sorted(set(others) - set(first), key=predicted)
-    return [default, *first, *rest]
+    rest = sorted(set(others) - set(known), key=promise)
+    return [default, *known, *rest]
+
+
+def lost_nearby(
+    problem: Problem, times: Mapping[Problem, Mapping[Config, float]]
+) -> dict[Config, float]:
+    """Each config's time over the best one's, on the nearest of these problems that timed it.
+
+    The problems are of one group; those too far away in size say nothing.
+    """
+    sizes = match_sizes(problem)
+    ranked = []
+    for other in times:
+        distance = match_distance(sizes, match_sizes(other))
+        if other != problem and distance is not None and times[other]:
+            ranked.append((distance, other))
+    found: dict[Config, float] = {}
+    for _, other in sorted(ranked, reverse=True):  # a nearer one has the last word
+        best_us = min(times[other].values())
+        found |= {config: us / best_us for config, us in times[other].items()}
+    return found
 
 
 def transferred_to(

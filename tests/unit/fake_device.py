@@ -84,7 +84,8 @@ class FakeDevice:
             self._braked = not self._braked
             if self._braked:
                 return 10 * self._us(config), True
-        noise = 1 + 0.0005 * (self._calls % 5)
+        # of the call alone, but in no step with the rounds
+        noise = 1 + 0.0005 * (crc32(str(self._calls).encode()) % 5)
         return self._us(config) * noise, False
 
     def disarm(self):

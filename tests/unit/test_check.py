@@ -68,3 +68,18 @@ def test_cases_hold_what_has_broken_kernels_elsewhere(cases):
     assert any(case.problem.seqlen_k % 16 for case in prefill)
     assert any(case.problem.seqlen_q > case.problem.seqlen_k for case in prefill)
     assert {0, 1, 37} < {length for case in decode for length in case.lengths or ()}
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [(512, 512), (16384, 16384), (1000, 1000), (77, 300), (1, 4096), (4096, 130), (769, 768)],
+)
+def test_the_case_run_as_timed_ends_in_a_tile_where_the_problem_does(seqlen_q, seqlen_k):
+    problem = replace(PREFILL, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    (case,) = (case for case in cases_of(problem) if case.as_timed)
+    small = case.problem
+    assert max(small.seqlen_q, small.seqlen_k) < 3 * 384
+    for tile in (64, 128, 192):
+        assert small.seqlen_q % tile == seqlen_q % tile
+        assert small.seqlen_k % tile == seqlen_k % tile
+    assert (small.seqlen_q > small.seqlen_k) == (seqlen_q > seqlen_k)

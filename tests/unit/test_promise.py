@@ -1,5 +1,6 @@
 """Order by promise: transferred winners first, then by the model, which the table judges."""
 
+from dataclasses import replace
 from statistics import mean
 from types import SimpleNamespace
 
@@ -7,13 +8,13 @@ import pytest
 from making import H200, candidates, prefill_of, winner_of
 from recorded_tables import GPU, TABLE
 
-from autoflash.contest import proposals_for
+from autoflash.contest import GOOD_NEARBY, proposals_for
 from autoflash.effort import EFFORTS
 from autoflash.families import serving
 from autoflash.gpu import known
 from autoflash.groups import Group
 from autoflash.model import predicted_us
-from autoflash.promise import by_promise, transferred_to
+from autoflash.promise import by_promise, lost_nearby, transferred_to
 from autoflash.records import Resources
 from autoflash.search.replay import rank_correlation
 
@@ -77,7 +78,7 @@ def test_what_is_predicted_of_other_semantics_too_far_or_no_candidate_is_not_tra
 
 def test_the_default_is_first_then_what_was_transferred_then_the_fastest_predicted():
     transferred = [OTHERS[-1], OTHERS[-2]]
-    ordered = by_promise(CANDIDATES, PROBLEM, H200, transferred, {})
+    ordered = by_promise(CANDIDATES, PROBLEM, H200, transferred, {}, {})
     assert ordered[:3] == [DEFAULT, *transferred]
     assert sorted(ordered) == sorted(CANDIDATES)
     predicted = [predicted_us(PROBLEM, config, Resources(), H200) for config in ordered[3:]]
@@ -85,29 +86,60 @@ def test_the_default_is_first_then_what_was_transferred_then_the_fastest_predict
 
 
 def test_what_a_compile_told_replaces_the_guess():
-    unknown = by_promise(CANDIDATES, PROBLEM, H200, [], {})
+    unknown = by_promise(CANDIDATES, PROBLEM, H200, [], {}, {})
     spilling = {unknown[1]: Resources(registers=255, spill_bytes=10_000, smem_bytes=0)}
-    assert by_promise(CANDIDATES, PROBLEM, H200, [], spilling)[-1] == unknown[1]
+    assert by_promise(CANDIDATES, PROBLEM, H200, [], {}, spilling)[-1] == unknown[1]
 
 
-def proposals(winners=(), tried=(), strategy="auto", effort="standard"):
-    """The first batch of a contest on PROBLEM."""
-    journal = SimpleNamespace(winners=winners, tried=lambda problem, config: config in tried)
-    lab = SimpleNamespace(
-        gpu=H200, effort=EFFORTS[effort], strategy=strategy, seed=0, journal=journal
+def proposals(winners=(), tried=(), strategy="auto", effort=EFFORTS["standard"], times=None, group=GROUP):
+    """The first batch of a contest on PROBLEM; `times` are those of other shapes' screenings."""
+    journal = SimpleNamespace(
+        winners=winners,
+        tried=lambda problem, config: config in tried,
+        times=lambda problem: (times or {}).get(problem, {}),
     )
-    return next(proposals_for(lab, SimpleNamespace(group=GROUP, resources={}), PROBLEM))
+    lab = SimpleNamespace(
+        gpu=H200, effort=effort, strategy=strategy, seed=0, journal=journal
+    )
+    return next(proposals_for(lab, SimpleNamespace(group=group, resources={}), PROBLEM))
 
 
 def test_a_contest_begins_with_what_nearest_shapes_won_and_tries_no_others_for_it():
     winners = [winner_of(prefill_of(seqlen_q=600), OTHERS[-1])]
-    assert proposals(winners)[:2] == [DEFAULT, OTHERS[-1]]
+    defaults = GROUP.defaults(PROBLEM, H200)
+    assert proposals(winners)[: len(defaults) + 1] == [*defaults, OTHERS[-1]]
     assert sorted(proposals(winners)) == sorted(proposals()) == sorted(CANDIDATES)
-    climb = proposals(winners, strategy="hill_climb", effort="quick")
-    assert climb[:2] == [DEFAULT, OTHERS[-1]] and len(climb) < len(CANDIDATES)
+    climb = proposals(winners, strategy="hill_climb", effort=EFFORTS["quick"])
+    assert climb[: len(defaults) + 1] == [*defaults, OTHERS[-1]] and len(climb) < len(CANDIDATES)
 
 
 def test_a_search_that_an_earlier_run_has_spent_its_effort_on_tries_nothing_new():
     earlier = CANDIDATES[: EFFORTS["quick"].max_candidates]
-    assert proposals(tried=earlier, effort="quick") == earlier
-    assert proposals(tried=earlier[1:], effort="quick") != earlier
+    assert proposals(tried=earlier, effort=EFFORTS["quick"]) == earlier
+    assert proposals(tried=earlier[1:], effort=EFFORTS["quick"]) != earlier
+
+
+def test_a_groups_first_shape_is_searched_and_the_next_ones_climb_from_what_was_fast_there():
+    other = prefill_of(seqlen_q=1024)
+    group = Group((other, PROBLEM), GROUP.families)
+    times = {other: {config: 100.0 + place for place, config in enumerate(OTHERS[::-1])}}
+    effort = replace(EFFORTS["standard"], max_climbed=len(CANDIDATES) // 2)
+    assert sorted(proposals(group=group, effort=effort)) == sorted(CANDIDATES)
+    first = proposals(group=group, effort=effort, times=times)
+    assert len(first) <= effort.max_climbed
+    fastest = [c for c in OTHERS[::-1] if c not in GROUP.defaults(PROBLEM, H200)]
+    told = effort.max_climbed // GOOD_NEARBY - 1  # the Hopper family's default is among those
+    assert first[len(GROUP.families) :][:told] == fastest[:told]
+
+
+def test_the_nearest_shape_that_timed_a_config_says_what_it_loses():
+    near, far, beyond = (prefill_of(seqlen_q=n) for n in (600, 2048, 512 * 64))
+    one, two, three = CANDIDATES[:3]
+    times = {
+        PROBLEM: {one: 1.0},
+        far: {one: 10.0, two: 30.0},
+        near: {one: 6.0, three: 3.0},
+        beyond: {CANDIDATES[3]: 1.0},
+    }
+    assert lost_nearby(PROBLEM, times) == {one: 2.0, two: 3.0, three: 1.0}
+    assert by_promise([DEFAULT, one, two, three], PROBLEM, H200, [], {three: 1.0}, {})[1] == three

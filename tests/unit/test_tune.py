@@ -32,10 +32,10 @@ def workload(*problems):
     return Workload("test", tuple((problem, 1.0) for problem in problems or (PROBLEM,)))
 
 
-def tried(problem=PROBLEM, seed=0):
+def tried(problem=PROBLEM, seed=0, most=QUICK):
     """The candidates a quick search tries, the default first."""
     (group,), _ = groups_of([problem], GPU)
-    return next(random(group.candidates(problem, GPU), QUICK, seed))
+    return next(random(group.candidates(problem, GPU), most, seed))
 
 
 def binary(config):
@@ -193,8 +193,9 @@ def test_a_failed_candidate_is_not_tried_again(db):
 
 def test_a_candidate_too_large_for_one_shape_is_tried_on_the_others(db):
     _, *others = tried()
-    large = next(config for config in others if config in tried(LONGER))
-    times = dict.fromkeys({*tried(), *tried(LONGER)}, 100.0) | {large: 50.0}
+    on_longer = tried(LONGER, most=EFFORTS["quick"].max_climbed)
+    large = next(config for config in others if config in on_longer)
+    times = dict.fromkeys({*tried(), *on_longer}, 100.0) | {large: 50.0}
     fake = machine({(PROBLEM, large): "gpu memory@screen"}, times)
     one, other = search(db, fake, PROBLEM, LONGER).decisions
     assert one.winner != large and other.winner == large
