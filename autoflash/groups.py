@@ -81,4 +81,5 @@ def _kernels_of(problem: Problem) -> Problem:
         seqlen_q=p.seqlen_q if p.op == "decode" else 1,
         seqlen_k=1,
         lengths="equal",
+        pages="",
     )

@@ -1,4 +1,4 @@
-"""Seeded inputs of a problem: random values, permuted pages, ragged lengths, poisoned slots."""
+"""Seeded inputs of a problem: random values, tables of pages, ragged lengths, poisoned slots."""
 
 from dataclasses import dataclass
 
@@ -62,6 +62,13 @@ def sequence_lengths(problem: Problem, seed: int = 0) -> list[int]:
     return [problem.seqlen_k, *drawn.tolist()[1:]]
 
 
+def shared_tokens(problem: Problem) -> int:
+    """How many first tokens all sequences have in common: whole pages of half of `seqlen_k`."""
+    if problem.pages != "shared":
+        return 0
+    return problem.seqlen_k // 2 // problem.page_size * problem.page_size
+
+
 def make_inputs(
     problem: Problem,
     seed: int = 0,
@@ -111,10 +118,8 @@ def make_inputs(
     block_table = None
     if p.paged:
         width = max(1, -(-max(p.seqlen_k, int(valid.max())) // p.page_size))
-        pages = p.batch * width
-        permuted = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
-        block_table = permuted.view(p.batch, width).to(device=device, dtype=torch.int32)
-        slots = (pages, p.page_size)
+        block_table = _page_ids(p, width, seed).to(device=device, dtype=torch.int32)
+        slots = (p.batch * width, p.page_size)
     else:
         slots = (p.batch, max(1, p.seqlen_k))
 
@@ -136,16 +141,31 @@ def make_inputs(
     return Inputs(p, q, k, v, cache_seqlens, block_table)
 
 
+def _page_ids(problem: Problem, width: int, seed: int) -> torch.Tensor:
+    """The page ids of each sequence, (batch, width); no page of the cache is in two places of it.
+
+    Those that are shared are the first sequence's.
+    """
+    ids = torch.arange(problem.batch * width)
+    if problem.pages != "contiguous":
+        ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
+    ids = ids.view(problem.batch, width)
+    shared = shared_tokens(problem) // problem.page_size
+    ids[:, :shared] = ids[0, :shared]
+    return ids
+
+
 def _poison_dead_slots(
     cache: torch.Tensor, cache_seqlens: torch.Tensor, block_table: torch.Tensor | None
 ) -> None:
     """Write NaN into every slot of `cache` (pages or batch, tokens, kv heads, d) past a length."""
-    slots = torch.arange(cache.shape[1], device=cache.device)
+    tokens = torch.arange(cache.shape[1], device=cache.device)
     if block_table is None:
-        dead = slots[None] >= cache_seqlens[:, None]
+        dead = tokens[None] >= cache_seqlens[:, None]
     else:
         first = torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
-        position = first[None, :, None] + slots[None, None]
+        position = first[None, :, None] + tokens[None, None]  # (1, columns, tokens)
+        slot = block_table.long()[:, :, None] * cache.shape[1] + tokens
         dead = torch.ones(cache.shape[:2], dtype=torch.bool, device=cache.device)
-        dead[block_table.long()] = position >= cache_seqlens[:, None, None]
+        dead.view(-1)[slot[position < cache_seqlens[:, None, None]]] = False
     cache[dead] = float("nan")

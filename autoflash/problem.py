@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from autoflash.runtime.problem import Problem, ProblemError
+from autoflash.runtime.problem import PAGES, Problem, ProblemError
 
 __all__ = ["Problem", "ProblemError", "Variant", "title"]
 
@@ -41,6 +41,8 @@ def title(problem: Problem) -> str:
         parts.append(f"{p.seqlen_q} queries" if p.seqlen_q > 1 else "")
         parts.append(f"{p.seqlen_k} keys")
         parts.append(f"pages of {p.page_size}" if p.paged else "contiguous")
+        parts.append(f"pages {p.pages}" if p.pages in PAGES[1:] else "")
+        parts.append(f"{p.kv_dtype} with scales per {p.kv_scales}" if p.quantised else "")
         parts.append(p.kv_layout if p.kv_layout != "nhd" else "")
         parts.append(p.lengths if p.lengths != "equal" else "")
     return ", ".join(filter(None, parts))

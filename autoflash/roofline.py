@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from autoflash.gpu import Gpu
-from autoflash.inputs import sequence_lengths
+from autoflash.inputs import sequence_lengths, shared_tokens
 from autoflash.problem import Problem
 from autoflash.runtime.problem import DTYPE_BYTES
 
@@ -45,7 +45,8 @@ def floor(problem: Problem, gpu: Gpu) -> Floor:
     """Flops of both products on visible pairs; each byte read or written once."""
     p = problem
     flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
-    keys = sum(sequence_lengths(p))
+    first, *others = sequence_lengths(p)
+    keys = first + sum(max(0, keys - shared_tokens(p)) for keys in others)  # each once
     cache = keys * p.num_kv_heads * (p.head_dim + p.head_dim_v) * p.kv_dtype_bytes
     rows = p.batch * p.seqlen_q * p.num_heads
     moved = cache + rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])

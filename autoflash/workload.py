@@ -86,6 +86,7 @@ Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
 NotNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Dtype = Literal["bf16", "fp16", "fp32"]
+KvDtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8"]
 
 
 class _Strict(BaseModel):
@@ -121,6 +122,9 @@ class DecodeEntry(Model):
     page_size: OneOrMany[NotNegative] = Field(default=[0])
     kv_layout: OneOrMany[Literal["nhd", "hnd"]] = Field(default=["nhd"])
     lengths: OneOrMany[Literal["equal", "ragged"]] = Field(default=["equal"])
+    pages: OneOrMany[Literal["permuted", "contiguous", "shared"]] = Field(default_factory=list)
+    kv_dtype: OneOrMany[KvDtype] = Field(default_factory=list)
+    kv_scales: OneOrMany[Literal["tensor", "head", "token"]] = Field(default_factory=list)
     weight: Weight = 1.0
 
 

@@ -1,27 +1,34 @@
-"""What the benchmarks share: contenders interleaved under CUDA graphs, and the results file."""
+"""What the benchmarks share: contenders timed in turn under CUDA graphs, and the results file."""
 
 import argparse
 import importlib.util
 import json
-import random
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from autoflash.bench import CallGraph, event_us
 from autoflash.gpu import detect
+from autoflash.records import Clocks
+from autoflash.telemetry import BRAKES, Telemetry
 from autoflash.toolchain import detect_toolchain
 
 RESULTS = Path(__file__).resolve().parent / "results"
-LEAST_LAUNCHES = 10  # in one graph
-GRAPH_US = 20_000.0  # a graph is about this long at most
-ROUNDS = 15
+MOST_LAUNCHES = 512  # in one graph
+BURST_US = 8_000.0  # about what a graph takes: the card's clock settles within its first replay
+ROUNDS, FEWEST_ROUNDS = 15, 5
+HEATING_ROUNDS = 2  # before those that count: the card comes from a pause
+BRAKED_TRIES = 2  # rounds tried for each round wanted, where heat or power spoil some
+LEAD_CLOCKS_HZ = 3e9  # faster than any GPU: so many cycles last longer than the host's second
 
 Call = Callable[[], Any]
 
@@ -33,8 +40,8 @@ class Unavailable(Exception):
 def load_module(path: Path) -> ModuleType:
     """The exported module at `path`."""
     found = importlib.util.spec_from_file_location(path.stem, path)
-    if found is None or found.loader is None:
-        raise SystemExit(f"error: {path} is not a Python module")
+    if not path.is_file() or found is None or found.loader is None:
+        raise SystemExit(f"error: {path} is not a Python module; autoflash export writes one")
     module = importlib.util.module_from_spec(found)
     sys.modules[path.stem] = module
     found.loader.exec_module(module)
@@ -46,52 +53,165 @@ def buffer_sets(bytes_each: int, l2_bytes: int) -> int:
     return min(64, max(2, -(-2 * l2_bytes // max(1, bytes_each)) + 1))
 
 
-def interleaved_us(
-    contenders: Mapping[str, Sequence[Call]], rounds: int = ROUNDS
-) -> dict[str, float]:
-    """Median microseconds a call of each contender, all measured in turn in random order.
+@dataclass
+class Times:
+    """What one contender took. `regime` is "graph", or "stream" where it cannot be captured."""
+
+    regime: str
+    samples_us: list[float] = field(default_factory=list)  # a call, one of each round
+    sm_clocks_mhz: list[int] = field(default_factory=list)  # while a burst ran, where NVML says
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.samples_us)
+
+    @property
+    def spread_percent(self) -> float:
+        """From the lower to the upper quartile of the samples, in percent of the median."""
+        low, _, high = statistics.quantiles(self.samples_us, n=4)
+        return 100 * (high - low) / self.median_us
+
+    @property
+    def sm_clock_mhz(self) -> int | None:
+        return int(statistics.median(self.sm_clocks_mhz)) if self.sm_clocks_mhz else None
+
+
+ReadClocks = Callable[[], Clocks]
+
+
+class Burst(Protocol):
+    """A contender ready to be timed: `sample` gives microseconds a call and the card's clocks."""
+
+    regime: str
+    call_us: float
+    launches: int
+
+    def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]: ...
+
+
+class GraphBurst:
+    """A CUDA graph of about BURST_US, replayed once untimed and once timed.
+
+    The first replay has the clocks and caches that a contender makes for itself, not its neighbour.
+    """
+
+    regime = "graph"
+
+    def __init__(self, calls: Sequence[Call], call_us: float) -> None:
+        self.call_us, self.launches = call_us, launches_of(call_us)
+        self._graph = CallGraph(lambda i: calls[i % len(calls)](), self.launches)
+
+    def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]:
+        self._graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self._graph.replay()
+        end.record()
+        start.synchronize()
+        read = clocks()  # while the timed replay runs
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / self.launches, read
+
+
+class StreamBurst:
+    """The same calls queued one by one, behind a wait that is long enough for the host to do so."""
+
+    regime = "stream"
+
+    def __init__(self, calls: Sequence[Call], call_us: float) -> None:
+        self.call_us, self.launches = call_us, launches_of(call_us)
+        self._calls = calls
+        self._queue()  # the first time costs the host more
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        self._queue()
+        self._lead_cycles = int(LEAD_CLOCKS_HZ * (time.perf_counter() - started))
+        torch.cuda.synchronize()
+
+    def _queue(self) -> None:
+        for i in range(self.launches):
+            self._calls[i % len(self._calls)]()
+
+    def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]:
+        return event_us(self._queue, self._lead_cycles) / self.launches, clocks()
+
+
+def launches_of(call_us: float) -> int:
+    """Calls that make a burst."""
+    return max(1, min(MOST_LAUNCHES, round(BURST_US / max(call_us, 0.1))))
+
+
+def burst_of(calls: Sequence[Call]) -> Burst:
+    """A graph of the calls, one call per set of rotating inputs; queued ones where none captures.
+
+    The calls have been made before: whatever they compile is compiled.
+    """
+    call_us = min(event_us(calls[0]) for _ in range(3))
+    try:
+        burst = GraphBurst(calls, call_us)
+    except Exception as error:  # whatever a peer raises while it is captured
+        print(f"not captured: {type(error).__name__}: {error}", file=sys.stderr)
+        torch.cuda.synchronize()
+        return StreamBurst(calls, call_us)
+    burst.sample(Clocks)  # the first replay uploads the graph
+    return burst
+
+
+def rounds_of(bursts: Sequence[Burst], gpu_us: float) -> int:
+    """Rounds that give each contender about `gpu_us` of GPU time, lead-ins counted."""
+    each_us = statistics.mean(2 * burst.call_us * burst.launches for burst in bursts)
+    return max(FEWEST_ROUNDS, int(min(ROUNDS, gpu_us / each_us)))
+
+
+def turns(names: Sequence[str], number: int) -> list[str]:
+    """The order of one round: everyone begins in turn, and neighbours change sides."""
+    first = number // 2 % len(names)
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if number % 2 else order
+
+
+def take_turns(
+    bursts: Mapping[str, Burst], rounds: int, clocks: ReadClocks = Clocks
+) -> dict[str, Times]:
+    """One sample of every contender a round; `clocks` is read while each burst runs.
+
+    The first rounds heat the card and count for nobody, nor does one in which heat or the power
+    supply slowed it.
+    """
+    times = {name: Times(burst.regime) for name, burst in bursts.items()}
+    kept = 0
+    for number in range(-HEATING_ROUNDS, BRAKED_TRIES * rounds):
+        if kept == rounds:
+            break
+        row = {name: bursts[name].sample(clocks) for name in turns(list(bursts), number)}
+        braked = any((read.throttle_reasons or 0) & BRAKES for _, read in row.values())
+        if number < 0 or braked:
+            continue
+        kept += 1
+        for name, (us, read) in row.items():
+            times[name].samples_us.append(us)
+            if read.sm_clock_mhz:
+                times[name].sm_clocks_mhz.append(read.sm_clock_mhz)
+    if kept < FEWEST_ROUNDS:
+        raise SystemExit(f"error: the card was slowed by heat or power in all but {kept} rounds")
+    return times
+
+
+def interleaved(
+    contenders: Mapping[str, Sequence[Call]], gpu_us: float = float("inf")
+) -> dict[str, Times]:
+    """Times of each contender, all measured in turn; at most about `gpu_us` of GPU time each.
 
     A contender is one call per set of rotating inputs; its graph goes over them again and again.
     """
-    graphs = {name: _graph(calls) for name, calls in contenders.items()}
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    order = list(graphs)
-    shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)
-        for name in order:
-            graph, launches = graphs[name]
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()  # the neighbour's clocks and caches are not this contender's
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / launches)
-    return {name: statistics.median(values) for name, values in samples.items()}
+    telemetry = Telemetry(str(torch.cuda.get_device_properties(0).uuid))
+    bursts = {name: burst_of(calls) for name, calls in contenders.items()}
+    return take_turns(bursts, rounds_of(list(bursts.values()), gpu_us), telemetry.clocks)
 
 
-def _graph(calls: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        calls[0]()
-        end.record()
-    end.synchronize()
-    one_us = start.elapsed_time(end) * 1e3
-    wanted = max(len(calls), LEAST_LAUNCHES)
-    launches = max(1, min(wanted, int(GRAPH_US / one_us)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            calls[i % len(calls)]()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph, launches
+def interleaved_us(contenders: Mapping[str, Sequence[Call]]) -> dict[str, float]:
+    """The same, as median microseconds a call."""
+    return {name: times.median_us for name, times in interleaved(contenders).items()}
 
 
 def case_result(
@@ -114,15 +234,24 @@ def geometric_mean(values: Sequence[float]) -> float:
     return statistics.geometric_mean(values) if values else float("nan")
 
 
-def write_results(name: str, cases: Sequence[Mapping[str, Any]], **more: Any) -> Path:
-    """Write `results/<name>-<GPU>.json` with device, versions, command and date."""
+def write_results(
+    name: str,
+    cases: Sequence[Mapping[str, Any]],
+    peers: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Path:
+    """Write `results/<name>-<GPU>.json` with device, versions, command and date.
+
+    `peers` are versions of what the peers come from, beside those of our own toolchain.
+    """
     gpu, chain = detect(), detect_toolchain()
     path = RESULTS / f"{name}-{gpu.slug}.json"
     script = Path(sys.argv[0])
     command = shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]])
+    versions = {"driver": chain.driver, "torch": chain.torch, "triton": chain.triton}
     results = {
         "device": {"name": gpu.name, "arch": gpu.arch, "num_sms": gpu.num_sms},
-        "versions": {"driver": chain.driver, "torch": chain.torch, "triton": chain.triton},
+        "versions": {**versions, **(peers or {})},
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         **more,

@@ -1,159 +1,314 @@
-"""Prefill beside SDPA (cuDNN, flash) and FlashAttention-3: one interleaved run.
+"""Prefill beside SDPA (cuDNN, flash), FlexAttention, FlashAttention-3 and 4: one interleaved run.
 
-16384 tokens, 2048 / head_dim heads, bf16, causal and full, lengths 512 to 16384.
+The problems of benchmarks/workloads/prefill.yaml: 16384 tokens, 2048 / head_dim heads, bf16, causal
+and full, lengths 512 to 16384; and causal grouped-query shapes of one sequence. Beside the exported
+module stands the best config of the portable family, from the database that --db names.
 """
 
+import argparse
 import functools
-from collections.abc import Callable
-from types import ModuleType
+import gc
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from harness import (
     Call,
-    Unavailable,
+    Times,
     arguments,
     buffer_sets,
     case_result,
     geometric_mean,
-    interleaved_us,
+    interleaved,
     load_module,
     write_results,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from prefill_peers import PEERS, Contender, Maker, autoflash, peer_versions, portable
 
-from autoflash.accuracy import Budget
-from autoflash.gpu import detect
+from autoflash.accuracy import Budget, Verdict
+from autoflash.check import picked, sample_rows
+from autoflash.config import Config
+from autoflash.export import export, write_module
+from autoflash.families import FAMILIES
+from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
+from autoflash.render import render
 from autoflash.roofline import floor
+from autoflash.store import Store, shipped_winners
+from autoflash.store.overlay import overlay
+from autoflash.toolchain import detect_toolchain
+from autoflash.workload import load_workload
 
-TOKENS = 16384
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-CHECKED_SEQLEN = 2048  # longer ones are not compared with the fp64 reference
+WORKLOAD = Path(__file__).parent / "workloads" / "prefill.yaml"
+WHOLE_SEQLEN = 2048  # longer outputs are judged by some of their rows
+PORTABLE = FAMILIES["prefill"]
 
-
-def sdpa_calls(backend: SDPBackend) -> Callable[[list[Inputs]], list[Call]]:
-    def make_calls(inputs: list[Inputs]) -> list[Call]:
-        def call(one: Inputs) -> torch.Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(
-                    one.q, one.k, one.v, is_causal=one.problem.causal
-                )
-
-        try:
-            call(inputs[0])
-        except RuntimeError as error:
-            raise Unavailable(f"{backend}: {error}") from None
-        return [functools.partial(call, one) for one in inputs]
-
-    return make_calls
-
-
-def flash_attention_3_calls(inputs: list[Inputs]) -> list[Call]:
-    """FlashAttention-3's varlen call, as vLLM ships it."""
-    try:
-        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-    except ImportError as error:
-        raise Unavailable(f"vllm's flash-attention 3: {error}") from None
-    calls = []
-    for one in inputs:
-        p = one.problem
-        # its layout is tokens before heads: contiguous copies of the same values
-        q, k, v = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (one.q, one.k, one.v))
-        starts = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device) * p.seqlen_q
-        call = functools.partial(
-            flash_attn_varlen_func,
-            q,
-            k,
-            v,
-            max_seqlen_q=p.seqlen_q,
-            cu_seqlens_q=starts,
-            max_seqlen_k=p.seqlen_k,
-            cu_seqlens_k=starts,
-            causal=p.causal,
-            fa_version=3,
-        )
-        calls.append(call)
-    return calls
-
-
-PEERS: dict[str, Callable[[list[Inputs]], list[Call]]] = {
-    "cudnn": sdpa_calls(SDPBackend.CUDNN_ATTENTION),
-    "flash": sdpa_calls(SDPBackend.FLASH_ATTENTION),
-    "flash_attention_3": flash_attention_3_calls,
-}
+Timed = Callable[[Mapping[str, Sequence[Call]]], dict[str, Times]]
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--head-dims", default="64,128,256")
-    parser.add_argument("--lengths", default=",".join(str(n) for n in LENGTHS))
-    options = parser.parse_args()
+    options = parsed()
+    gpu = detect()
+    if options.db and not options.module.is_file():
+        export_module(options.db, options.module)
+    problems = {name_of(p): p for p, _ in load_workload(options.workload).problems}
+    problems = {name: p for name, p in problems.items() if options.cases in name}
+    configs = {name: portable_config(p, gpu, options.db) for name, p in problems.items()}
+    started = time.monotonic()
+    compile_ahead(problems, configs, options.module, gpu, options.processes)
+    ahead_s = time.monotonic() - started
     module = load_module(options.module)
-    l2_bytes = detect().l2_bytes
+    timed = functools.partial(interleaved, gpu_us=1e3 * options.gpu_ms)
     results = []
-    for head_dim in (int(d) for d in options.head_dims.split(",")):
-        for causal in (True, False):
-            for seqlen in (int(n) for n in options.lengths.split(",")):
-                problem = Problem(
-                    op="prefill",
-                    dtype="bf16",
-                    batch=TOKENS // seqlen,
-                    num_heads=2048 // head_dim,
-                    num_kv_heads=2048 // head_dim,
-                    head_dim=head_dim,
-                    seqlen_q=seqlen,
-                    seqlen_k=seqlen,
-                    causal=causal,
-                    layout="bhsd",
-                )
-                name = f"{head_dim} {'causal' if causal else 'full'} {seqlen}"
-                if options.cases in name:
-                    results.append(run_case(name, problem, module, l2_bytes))
-    ratios = [result["ratio"] for result in results if result["ratio"]]
-    summary = {"geometric_mean": round(geometric_mean(ratios), 4), "worst": min(ratios, default=0)}
-    print(f"ratio to the best peer: geometric mean {summary['geometric_mean']}, {summary['worst']}")
-    print(write_results("prefill", results, **summary))
+    for name, problem in problems.items():
+        config, chosen = configs[name]
+        makers = makers_of(module, config, gpu)
+        sets = buffer_sets(floor(problem, gpu).bytes_moved, gpu.l2_bytes)
+        inputs = [make_inputs(problem, seed, "cuda") for seed in range(sets)]
+        contenders, left_out, errors = admitted(name, inputs, makers)
+        times = timed({each: contender.calls for each, contender in contenders.items()})
+        how = module.explain(contenders["autoflash"].calls[0])
+        result = result_of(
+            name,
+            problem,
+            gpu,
+            times,
+            left_out,
+            errors_over_eager=errors,
+            served={key: how[key] for key in ("how", "family", "knobs")},
+            portable_config={"chosen": chosen, "knobs": config.as_dict()},
+        )
+        results.append(result)
+        tell(result)
+        del inputs, contenders
+        gc.collect()
+        torch.cuda.empty_cache()
+    summary = summary_of(results)
+    seconds = {"all": round(time.monotonic() - started), "compiling_ahead": round(ahead_s)}
+    path = write_results("prefill", results, peer_versions(), summary=summary, seconds=seconds)
+    for what, figures in summary.items():
+        print(what, figures)
+    print(path)
 
 
-def run_case(name: str, problem: Problem, module: ModuleType, l2_bytes: int) -> dict[str, Any]:
-    work = floor(problem, detect())
-    sets = buffer_sets(work.bytes_moved, l2_bytes)
-    inputs = [make_inputs(problem, seed, "cuda") for seed in range(sets)]
-    ours = functools.partial(module.prefill, causal=problem.causal, layout="bhsd")
-    contenders = {"autoflash": [functools.partial(ours, one.q, one.k, one.v) for one in inputs]}
-    unavailable = {}
-    for peer, make_calls in PEERS.items():
+def parsed() -> argparse.Namespace:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--workload", type=Path, default=WORKLOAD)
+    parser.add_argument(
+        "--db",
+        type=Path,
+        help="gives the portable family's best config, and the module where there is no --module",
+    )
+    parser.add_argument(
+        "--gpu-ms", type=float, default=130.0, help="of GPU time for a contender of a case"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=8, help="that compile ahead of the timing; 0 for none"
+    )
+    return parser.parse_args()
+
+
+def name_of(problem: Problem) -> str:
+    """A case in a few words: `128 causal 4096`, with grouped heads `128 causal 4096 32/8`."""
+    p = problem
+    heads = f" {p.num_heads}/{p.num_kv_heads}" if p.group_size > 1 else ""
+    return f"{p.head_dim} {'causal' if p.causal else 'full'} {p.seqlen_q}{heads}"
+
+
+def export_module(db: Path, path: Path) -> None:
+    """Write the module of a database's winners over the shipped ones, as autoflash export does."""
+    with Store.open(db, readonly=True) as store:
+        winners = overlay(store.winners(), shipped_winners())
+    write_module(export(winners).text, path)
+
+
+def portable_config(problem: Problem, gpu: Gpu, db: Path | None) -> tuple[Config, str]:
+    """The portable family's fastest config for the problem in the database, and out of how many.
+
+    Without any trial there it is the family's default.
+    """
+    trials = []
+    if db is not None:
+        digest = render(PORTABLE.variant(problem)).digest
+        with Store.open(db, readonly=True) as store:
+            trials = store.trials(gpu, detect_toolchain(), problem, digest)
+    times = {  # the last trial of a config has the most samples
+        trial.config: trial.median_us
+        for trial in trials
+        if trial.config.family == PORTABLE.name and trial.regime == "graph" and trial.median_us
+    }
+    if not times:
+        return PORTABLE.default(problem, gpu), "default"
+    return min(times, key=lambda config: (times[config], config)), f"best of {len(times)} timed"
+
+
+def makers_of(module: Any, config: Config, gpu: Gpu) -> dict[str, Maker]:
+    """Everyone who takes part, by name."""
+    return {
+        "autoflash": functools.partial(autoflash, module),
+        "portable": functools.partial(portable, config, gpu),
+        **PEERS,
+    }
+
+
+def compile_ahead(
+    problems: Mapping[str, Problem],
+    configs: Mapping[str, tuple[Config, str]],
+    module: Path,
+    gpu: Gpu,
+    processes: int,
+) -> None:
+    """Have processes fill the caches on disk of what compiles for each shape, one call each."""
+    if not processes:
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        jobs = {
+            f"{name}, {contender}": pool.submit(
+                call_once, contender, problem, module, configs[name][0], gpu
+            )
+            for name, problem in problems.items()
+            for contender in ("flex_attention", "portable", "autoflash")
+        }
+        for name, job in jobs.items():
+            error = job.exception()
+            if error:  # what is wrong shows again, and counts, where it is timed
+                print(f"not compiled ahead: {name}: {told(error)}", file=sys.stderr)
+
+
+def call_once(contender: str, problem: Problem, module: Path, config: Config, gpu: Gpu) -> None:
+    """One call of a contender, for what it leaves in the caches on disk."""
+    makers = makers_of(load_module(module), config, gpu)
+    makers[contender]([make_inputs(problem, 0, "cuda")]).calls[0]()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # the other processes have cases of their own on the same card
+
+
+def admitted(
+    name: str, inputs: list[Inputs], makers: Mapping[str, Maker]
+) -> tuple[dict[str, Contender], dict[str, str], dict[str, float]]:
+    """Contenders whose output is right; why others are left out; errors over the eager one's.
+
+    Raises SystemExit when it is autoflash that is left out.
+    """
+    judge = referee(inputs[0])
+    contenders, left_out, errors = {}, {}, {}
+    for contender, make in makers.items():
         try:
-            contenders[peer] = make_calls(inputs)
-            contenders[peer][0]()
-        except Unavailable as error:
-            unavailable[peer] = str(error)
-    if problem.seqlen_k <= CHECKED_SEQLEN:
-        verdict = Budget(inputs[0]).judge(contenders["autoflash"][0](), None)
-        if not verdict.correct:
-            raise SystemExit(f"error: {name}: {verdict.reason}")
-    times = interleaved_us(contenders)
-    how = module.explain(contenders["autoflash"][0])
-    rates = {contender: round(work.tflops(us), 1) for contender, us in times.items()}
-    cudnn = times.get("cudnn")
-    result = case_result(
-        {"name": name, "batch": problem.batch, "num_heads": problem.num_heads},
-        times,
-        unavailable,
-        tflops=rates,
-        of_cudnn=round(cudnn / times["autoflash"], 4) if cudnn else None,
-        served={"how": how["how"], "family": how["family"], "knobs": how["knobs"]},
+            made = make(inputs)
+            verdict = judge(made.out(inputs[0]))
+        except Exception as error:  # a peer may raise anything: it is named with it
+            left_out[contender] = told(error)
+            continue
+        errors[contender] = round(verdict.max_ratio, 3)
+        if verdict.correct:
+            contenders[contender] = made
+        else:
+            left_out[contender] = f"wrong: {verdict.reason}"
+    if "autoflash" in left_out:
+        raise SystemExit(f"error: {name}: autoflash: {left_out['autoflash']}")
+    return contenders, left_out, errors
+
+
+def referee(inputs: Inputs) -> Callable[[torch.Tensor], Verdict]:
+    """Judges an output in the problem's layout by the error budget: whole, or some rows of it."""
+    problem = inputs.problem
+    if problem.seqlen_k <= WHOLE_SEQLEN:
+        whole = Budget(inputs)
+        return lambda out: whole.judge(out, None)
+    rows = sample_rows(problem, seed=0)
+    budget = Budget(inputs, rows=rows)
+
+    def judge(out: torch.Tensor) -> Verdict:
+        if not out.isfinite().all():
+            return Verdict("out is not finite", 0.0, 0.0, 0.0)
+        return budget.judge(picked(problem, out, None, rows)[0], None)
+
+    return judge
+
+
+def told(error: BaseException) -> str:
+    """The first line of an error, with its type."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def result_of(
+    name: str,
+    problem: Problem,
+    gpu: Gpu,
+    times: Mapping[str, Times],
+    left_out: Mapping[str, str],
+    **more: Any,
+) -> dict[str, Any]:
+    """One case of the results. The portable config is no peer: it stands beside FlexAttention."""
+    medians = {each: one.median_us for each, one in times.items()}
+    work = floor(problem, gpu)
+    p = problem
+    case = {
+        "name": name,
+        "batch": p.batch,
+        "num_heads": p.num_heads,
+        "num_kv_heads": p.num_kv_heads,
+        "head_dim": p.head_dim,
+        "seqlen": p.seqlen_q,
+        "causal": p.causal,
+    }
+    portable_us, flex_us = medians.get("portable"), medians.get("flex_attention")
+    over_flex = round(flex_us / portable_us, 4) if portable_us and flex_us else None
+    return case_result(
+        case,
+        {each: us for each, us in medians.items() if each != "portable"},
+        left_out,
+        portable=round(portable_us, 2) if portable_us else None,
+        portable_over_flex=over_flex,
+        tflops={each: round(work.tflops(us), 1) for each, us in medians.items()},
+        spread_percent={each: round(one.spread_percent, 2) for each, one in times.items()},
+        sm_clock_mhz={each: one.sm_clock_mhz for each, one in times.items()},
+        regime={each: one.regime for each, one in times.items()},
+        rounds=len(times["autoflash"].samples_us),
+        **more,
     )
-    shown = "  ".join(f"{contender} {rate:.0f}" for contender, rate in rates.items())
-    print(
-        f"{name:20s} TFLOP/s {shown}  ratio {result['ratio']}  of cuDNN {result['of_cudnn']}"
-        f"  ({how['how']})",
-        flush=True,
-    )
-    return result
+
+
+def tell(result: Mapping[str, Any]) -> None:
+    """The case in one line."""
+    rates = "  ".join(f"{each} {rate:.0f}" for each, rate in result["tflops"].items())
+    how = result["served"]["how"]
+    print(f"{result['case']['name']:22s} TFLOP/s {rates}  ratio {result['ratio']} ({how})")
+    for peer, reason in result.get("unavailable", {}).items():
+        print(f"    {peer} is left out: {reason}")
+    sys.stdout.flush()
+
+
+def summary_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Geometric mean and worst of autoflash over the best peer, on the grid and with grouped heads,
+    and of the portable family over FlexAttention."""
+    grid, grouped, over_flex = {}, {}, {}
+    for result in results:
+        case = result["case"]
+        of_kind = grid if case["num_heads"] == case["num_kv_heads"] else grouped
+        if result["ratio"]:
+            of_kind[case["name"]] = result["ratio"]
+        if result["portable_over_flex"]:
+            over_flex[case["name"]] = result["portable_over_flex"]
+    kinds = {"grid": grid, "grouped_heads": grouped, "portable_over_flex": over_flex}
+    return {kind: _figures(ratios) for kind, ratios in kinds.items() if ratios}
+
+
+def _figures(ratios: Mapping[str, float]) -> dict[str, Any]:
+    worst = min(ratios, key=lambda name: ratios[name])
+    return {
+        "cases": len(ratios),
+        "geometric_mean": round(geometric_mean(list(ratios.values())), 4),
+        "worst": ratios[worst],
+        "worst_case": worst,
+    }
 
 
 if __name__ == "__main__":

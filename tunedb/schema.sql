@@ -39,34 +39,6 @@ CREATE TABLE kernels (
   UNIQUE (family, digest)
 ) STRICT;
 
-CREATE TABLE problems (
-  id INTEGER PRIMARY KEY,
-  op TEXT NOT NULL,
-  dtype TEXT NOT NULL,
-  batch INTEGER NOT NULL,
-  num_heads INTEGER NOT NULL,
-  num_kv_heads INTEGER NOT NULL,
-  head_dim INTEGER NOT NULL,
-  seqlen_q INTEGER NOT NULL,
-  seqlen_k INTEGER NOT NULL,
-  causal INTEGER NOT NULL CHECK (causal IN (0, 1)),
-  page_size INTEGER NOT NULL,
-  layout TEXT NOT NULL,
-  kv_layout TEXT NOT NULL,
-  lengths TEXT NOT NULL,
-  kv_dtype TEXT NOT NULL,
-  out_dtype TEXT NOT NULL,
-  acc_dtype TEXT NOT NULL,
-  head_dim_v INTEGER NOT NULL,
-  deterministic INTEGER NOT NULL CHECK (deterministic IN (0, 1)),
-  batch_invariant INTEGER NOT NULL CHECK (batch_invariant IN (0, 1)),
-  UNIQUE (
-    op, dtype, head_dim, num_heads, num_kv_heads, batch, seqlen_q, seqlen_k, causal, page_size,
-    layout, kv_layout, lengths, kv_dtype, out_dtype, acc_dtype, head_dim_v, deterministic,
-    batch_invariant
-  )
-) STRICT;
-
 CREATE TABLE configs (
   id INTEGER PRIMARY KEY,
   family TEXT NOT NULL,
@@ -157,6 +129,36 @@ CREATE INDEX decisions_by_problem ON decisions (problem_id, run_id);
 
 CREATE INDEX decisions_by_run ON decisions (run_id);
 
+CREATE TABLE problems (
+  id INTEGER PRIMARY KEY,
+  op TEXT NOT NULL,
+  dtype TEXT NOT NULL,
+  batch INTEGER NOT NULL,
+  num_heads INTEGER NOT NULL,
+  num_kv_heads INTEGER NOT NULL,
+  head_dim INTEGER NOT NULL,
+  seqlen_q INTEGER NOT NULL,
+  seqlen_k INTEGER NOT NULL,
+  causal INTEGER NOT NULL CHECK (causal IN (0, 1)),
+  page_size INTEGER NOT NULL,
+  layout TEXT NOT NULL,
+  kv_layout TEXT NOT NULL,
+  lengths TEXT NOT NULL,
+  kv_dtype TEXT NOT NULL,
+  out_dtype TEXT NOT NULL,
+  acc_dtype TEXT NOT NULL,
+  head_dim_v INTEGER NOT NULL,
+  deterministic INTEGER NOT NULL CHECK (deterministic IN (0, 1)),
+  batch_invariant INTEGER NOT NULL CHECK (batch_invariant IN (0, 1)),
+  pages TEXT NOT NULL,
+  kv_scales TEXT NOT NULL,
+  UNIQUE (
+    op, dtype, head_dim, num_heads, num_kv_heads, batch, seqlen_q, seqlen_k, causal, page_size,
+    layout, kv_layout, lengths, kv_dtype, out_dtype, acc_dtype, head_dim_v, deterministic,
+    batch_invariant, pages, kv_scales
+  )
+) STRICT;
+
 CREATE VIEW winners AS
 WITH ranked AS (
   SELECT
@@ -180,6 +182,7 @@ SELECT
   problems.head_dim, problems.seqlen_q, problems.seqlen_k, problems.causal, problems.page_size,
   problems.layout, problems.kv_layout, problems.lengths, problems.kv_dtype, problems.out_dtype,
   problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant,
+  problems.pages, problems.kv_scales,
   winner.family, winner.knobs_json, kernels.digest AS kernel_digest,
   ranked.winner_us, fallback.family AS default_family, fallback.knobs_json AS default_knobs_json,
   ranked.default_us, ranked.margin, ranked.margin_low, ranked.margin_high, ranked.regret,
@@ -220,7 +223,8 @@ SELECT
   problems.op, problems.dtype, problems.batch, problems.num_heads, problems.num_kv_heads,
   problems.head_dim, problems.seqlen_q, problems.seqlen_k, problems.causal, problems.page_size,
   problems.layout, problems.kv_layout, problems.lengths, problems.kv_dtype, problems.out_dtype,
-  problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant
+  problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant,
+  problems.pages, problems.kv_scales
 FROM best
 JOIN gpus ON gpus.id = best.gpu_id
 JOIN toolchains ON toolchains.id = best.toolchain_id
@@ -248,7 +252,8 @@ SELECT
   problems.op, problems.dtype, problems.batch, problems.num_heads, problems.num_kv_heads,
   problems.head_dim, problems.seqlen_q, problems.seqlen_k, problems.causal, problems.page_size,
   problems.layout, problems.kv_layout, problems.lengths, problems.kv_dtype, problems.out_dtype,
-  problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant
+  problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant,
+  problems.pages, problems.kv_scales
 FROM timed
 JOIN problems ON problems.id = timed.problem_id
 JOIN configs ON configs.id = timed.config_id

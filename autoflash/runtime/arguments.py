@@ -55,6 +55,7 @@ def decode_problem(
     kv_layout: str,
     max_seqlen_k: int | None,
     lengths: str,
+    pages: str,
 ) -> Problem:
     """The problem these tensors pose; q is (batch, seqlen_q, num_heads, head_dim).
 
@@ -98,6 +99,7 @@ def decode_problem(
         page_size=page_size,
         kv_layout=kv_layout,
         lengths=lengths,
+        pages=pages,
     )
 
 

@@ -118,6 +118,7 @@ def decode(
     kv_layout: str = "nhd",
     max_seqlen_k: int | None = None,
     lengths: str = "ragged",
+    pages: str = "permuted",
     window: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -142,7 +143,8 @@ def decode(
     The caches are (batch, tokens, num_kv_heads, head_dim), or with a `block_table`, int32 or int64
     (batch, max_pages), (pages, page_size, num_kv_heads, head_dim); heads come before tokens with
     kv_layout "hnd". `cache_seqlens` counts the valid tokens, the queries' own included; slots and
-    table entries past them may hold anything. `max_seqlen_k` (no length is greater) and `lengths`
+    table entries past them may hold anything. `max_seqlen_k` (no length is greater), `lengths`
+    (equal, ragged) and `pages` (permuted, contiguous, shared by all sequences at the beginning)
     only help the choice. `lse` is fp32 (batch, num_heads, seqlen_q), (batch, num_heads) if q has no
     query axis. `check` looks at lengths and page ids, and waits for the device. Raises
     ProblemError naming an argument that does not fit or is not served yet.
@@ -166,7 +168,7 @@ def decode(
     if no_query_axis:
         q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
     problem = decode_problem(
-        q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths
+        q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths, pages
     )
     if check:
         check_cache_entries(problem, k_cache, cache_seqlens, block_table)

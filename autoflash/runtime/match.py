@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import log2
 from typing import NamedTuple
 
-from .problem import Problem
+from .problem import PAGES, Problem
 
 # What each field of Problem and each argument of prefill() and decode() means for a match.
 # "exact" must be equal; "near" may differ, the nearest wins; "derived" counts through what
@@ -33,6 +33,8 @@ MATCH_RULES = {
     "seqlen_k": "near",
     "page_size": "near",  # paged or not: exactly
     "lengths": "near",
+    "pages": "near",
+    "kv_scales": "exact",
     # tensors: their shapes and dtypes fill the fields above
     "q": "derived",
     "k": "derived",
@@ -74,18 +76,19 @@ MATCH_EXACT_FIELDS = tuple(
 )
 # A size further than this factor from every tuned one says nothing about it: the default serves.
 MATCH_LIMIT = 8.0
-# Distances in powers of two: another distribution of lengths counts as half a doubling.
-MATCH_LENGTHS_DISTANCE = 0.5
+# Distances in powers of two: another distribution of lengths or of pages is half a doubling.
+MATCH_DISTRIBUTION_DISTANCE = 0.5
 
 
 class MatchSizes(NamedTuple):
-    """The sizes that match by nearness. `ragged` is 0 or 1."""
+    """The sizes that match by nearness. `ragged` is 0 or 1, `pages` a place in PAGES."""
 
     kv_heads: int  # of the whole batch
     seqlen_q: int
     seqlen_k: int
     page_size: int
     ragged: int
+    pages: int = 0
 
 
 def match_key(problem: Problem) -> tuple[str | int | bool, ...]:
@@ -101,6 +104,7 @@ def match_sizes(problem: Problem) -> MatchSizes:
         problem.seqlen_k,
         problem.page_size,
         int(problem.lengths == "ragged"),
+        PAGES.index(problem.pages) if problem.paged else 0,
     )
 
 
@@ -109,12 +113,12 @@ def match_bucket(sizes: MatchSizes) -> MatchSizes:
     kv_heads, seqlen_q, seqlen_k, page_size = (
         1 << (size - 1).bit_length() if size > 0 else 0 for size in sizes[:4]
     )
-    return MatchSizes(kv_heads, seqlen_q, seqlen_k, page_size, sizes.ragged)
+    return MatchSizes(kv_heads, seqlen_q, seqlen_k, page_size, sizes.ragged, sizes.pages)
 
 
 def match_distance(a: MatchSizes, b: MatchSizes) -> float | None:
     """How many doublings lie between two sizes, summed; None when one is beyond MATCH_LIMIT."""
-    total = MATCH_LENGTHS_DISTANCE * abs(a.ragged - b.ragged)
+    total = MATCH_DISTRIBUTION_DISTANCE * ((a.ragged != b.ragged) + (a.pages != b.pages))
     for x, y in zip(a[:4], b[:4]):
         doublings = abs(log2(max(x, 1)) - log2(max(y, 1)))
         if doublings > log2(MATCH_LIMIT):

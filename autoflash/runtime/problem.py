@@ -6,9 +6,14 @@ from dataclasses import dataclass, fields
 
 OPS = ("prefill", "decode")
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+QUANTISED_BYTES = {"fp8_e4m3": 1, "int8": 1}
+KV_DTYPE_BYTES = {**DTYPE_BYTES, **QUANTISED_BYTES}
 LAYOUTS = ("bshd", "bhsd")
 KV_LAYOUTS = ("nhd", "hnd")
 LENGTHS = ("equal", "ragged")
+PAGES = ("permuted", "contiguous", "shared")
+KV_SCALES = ("tensor", "head", "token")
+NONE = "none"  # the pages of a cache without any, the scales of one that is not quantised
 
 
 class ProblemError(ValueError):
@@ -20,9 +25,15 @@ class Problem:
     """One shape and its semantics. Lengths are in tokens; `page_size` 0 is a contiguous cache.
 
     `seqlen_k` is the longest sequence of the batch; with `lengths` "ragged" the others lie between
-    an eighth of it and it. An empty `kv_dtype` or `out_dtype` and a zero `head_dim_v` mean "as the
-    query's". `decode` is causal by definition and ignores `layout`, `prefill` ignores `kv_layout`;
-    what is ignored is stored in one spelling, so that equal problems are equal keys.
+    an eighth of it and it. `pages` says where a sequence's pages lie: anywhere ("permuted"), one
+    after the other ("contiguous"), or anywhere but the first half of `seqlen_k` ("shared"), which
+    all sequences have in common. `kv_scales` says what one scale of a quantised cache is for: all
+    of K ("tensor"), a KV head, or a KV head of one token ("token"); V has its own.
+
+    An empty `kv_dtype` or `out_dtype` and a zero `head_dim_v` mean "as the query's"; `pages` is
+    "permuted" and `kv_scales` "tensor" where they are empty. `decode` is causal by definition and
+    ignores `layout`, `prefill` ignores `kv_layout`, a cache without pages ignores `pages`; what is
+    ignored is stored in one spelling, so that equal problems are equal keys.
 
     Raises ProblemError naming the field.
     """
@@ -46,12 +57,20 @@ class Problem:
     head_dim_v: int = 0
     deterministic: bool = False
     batch_invariant: bool = False
+    pages: str = ""
+    kv_scales: str = ""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
         fill(self, "kv_dtype", self.kv_dtype or self.dtype)
         fill(self, "out_dtype", self.out_dtype or self.dtype)
         fill(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        if not self.paged:
+            fill(self, "pages", NONE)
+        elif self.pages in ("", NONE):
+            fill(self, "pages", PAGES[0])
+        if self.kv_scales in ("", NONE):
+            fill(self, "kv_scales", KV_SCALES[0] if self.quantised else NONE)
         if self.op == "decode":
             fill(self, "causal", True)
             fill(self, "layout", "bshd")
@@ -70,6 +89,10 @@ class Problem:
         return self.page_size > 0
 
     @property
+    def quantised(self) -> bool:
+        return self.kv_dtype in QUANTISED_BYTES
+
+    @property
     def switches(self) -> tuple[str, ...]:
         """The switches that are on, of those that decide a kernel's text."""
         if self.op == "prefill":
@@ -83,7 +106,7 @@ class Problem:
 
     @property
     def kv_dtype_bytes(self) -> int:
-        return DTYPE_BYTES[self.kv_dtype]
+        return KV_DTYPE_BYTES[self.kv_dtype]
 
 
 PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))
@@ -94,15 +117,19 @@ def problem_error(p: Problem) -> str | None:
     for name, allowed in (
         ("op", OPS),
         ("dtype", DTYPE_BYTES),
-        ("kv_dtype", DTYPE_BYTES),
+        ("kv_dtype", KV_DTYPE_BYTES),
         ("out_dtype", DTYPE_BYTES),
         ("acc_dtype", ("fp32",)),
         ("layout", LAYOUTS),
         ("kv_layout", KV_LAYOUTS),
         ("lengths", LENGTHS),
+        ("pages", PAGES if p.paged else (NONE,)),
+        ("kv_scales", (NONE, *KV_SCALES)),
     ):
         if getattr(p, name) not in allowed:
             return f"{name} {getattr(p, name)!r} is none of {', '.join(allowed)}"
+    if p.kv_scales != NONE and not p.quantised:
+        return f"kv_scales {p.kv_scales!r} is for a quantised cache, kv_dtype is {p.kv_dtype}"
     for name in ("batch", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "seqlen_q"):
         if getattr(p, name) < 1:
             return f"{name} {getattr(p, name)} is not positive"

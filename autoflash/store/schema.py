@@ -181,15 +181,19 @@ RUN_COLUMNS = """
   toolchains.driver, toolchains.cuda, toolchains.torch, toolchains.triton, toolchains.ptxas,
   toolchains.fp_fusion"""
 
-PROBLEM_COLUMNS = """
+FIRST_PROBLEM_COLUMNS = """
   problems.op, problems.dtype, problems.batch, problems.num_heads, problems.num_kv_heads,
   problems.head_dim, problems.seqlen_q, problems.seqlen_k, problems.causal, problems.page_size,
   problems.layout, problems.kv_layout, problems.lengths, problems.kv_dtype, problems.out_dtype,
   problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant"""
+PROBLEM_COLUMNS = f"""{FIRST_PROBLEM_COLUMNS},
+  problems.pages, problems.kv_scales"""
 
-VIEWS = (
-    # The latest decision of each GPU identity, toolchain, problem and source.
-    f"""
+
+def _views(problem_columns: str) -> tuple[str, ...]:
+    return (
+        # The latest decision of each GPU identity, toolchain, problem and source.
+        f"""
 CREATE VIEW winners AS
 WITH ranked AS (
   SELECT
@@ -205,7 +209,7 @@ WITH ranked AS (
   JOIN gpus ON gpus.id = runs.gpu_id
 )
 SELECT
-  ranked.id AS decision_id, ranked.run_id, runs.gpu_id,{RUN_COLUMNS},{PROBLEM_COLUMNS},
+  ranked.id AS decision_id, ranked.run_id, runs.gpu_id,{RUN_COLUMNS},{problem_columns},
   winner.family, winner.knobs_json, kernels.digest AS kernel_digest,
   ranked.winner_us, fallback.family AS default_family, fallback.knobs_json AS default_knobs_json,
   ranked.default_us, ranked.margin, ranked.margin_low, ranked.margin_high, ranked.regret,
@@ -223,8 +227,8 @@ LEFT JOIN run_problems
   ON run_problems.run_id = ranked.run_id AND run_problems.problem_id = ranked.problem_id
 WHERE ranked.age = 1
 """,
-    # The best time of every config that was measured and correct, ranked within its problem.
-    f"""
+        # The best time of every config that was measured and correct, ranked within its problem.
+        f"""
 CREATE VIEW leaderboard AS
 WITH best AS (
   SELECT
@@ -242,7 +246,7 @@ SELECT
     PARTITION BY best.gpu_id, best.toolchain_id, best.problem_id ORDER BY best.best_us
   ) AS place,
   best.best_us, best.trials, configs.family, configs.knobs_json, kernels.digest AS kernel_digest,
-  {RUN_COLUMNS.strip()},{PROBLEM_COLUMNS}
+  {RUN_COLUMNS.strip()},{problem_columns}
 FROM best
 JOIN gpus ON gpus.id = best.gpu_id
 JOIN toolchains ON toolchains.id = best.toolchain_id
@@ -250,12 +254,12 @@ JOIN problems ON problems.id = best.problem_id
 JOIN configs ON configs.id = best.config_id
 JOIN kernels ON kernels.id = best.kernel_id
 """,
-)
+    )
 
 
 @MIGRATIONS()
 def m001_tables_and_views(db: Database) -> None:
-    for statement in (*TABLES, *VIEWS):
+    for statement in (*TABLES, *_views(FIRST_PROBLEM_COLUMNS)):
         db.execute(statement.strip())
 
 
@@ -264,8 +268,12 @@ RUN_ADDITIONS = (
     "ALTER TABLE runs ADD COLUMN uid TEXT NOT NULL DEFAULT ''",
     # 0 where the clocks were left alone.
     "ALTER TABLE runs ADD COLUMN locked_clock_mhz INTEGER NOT NULL DEFAULT 0",
+)
+
+
+def _anytime_view(problem_columns: str) -> str:
     # Every trial of a run that was faster than all before it on its problem.
-    f"""
+    return f"""
 CREATE VIEW anytime AS
 WITH timed AS (
   SELECT
@@ -282,18 +290,41 @@ WITH timed AS (
 )
 SELECT
   timed.run_id, timed.id AS trial_id, timed.elapsed_s, timed.median_us AS best_us,
-  configs.family, configs.knobs_json,{PROBLEM_COLUMNS}
+  configs.family, configs.knobs_json,{problem_columns}
 FROM timed
 JOIN problems ON problems.id = timed.problem_id
 JOIN configs ON configs.id = timed.config_id
 WHERE timed.before_us IS NULL OR timed.median_us < timed.before_us
-""",
-)
+"""
 
 
 @MIGRATIONS()
 def m002_runs_told_apart_and_anytime(db: Database) -> None:
-    for statement in RUN_ADDITIONS:
+    for statement in (*RUN_ADDITIONS, _anytime_view(FIRST_PROBLEM_COLUMNS)):
+        db.execute(statement.strip())
+
+
+# The problems of before had caches of the queries' type, and tables in random order.
+QUANTISED_AND_PAGES = """,
+  CASE WHEN page_size > 0 THEN 'permuted' ELSE 'none' END AS pages, 'none' AS kv_scales"""
+
+
+@MIGRATIONS()
+def m003_quantised_caches_and_page_order(db: Database) -> None:
+    """SQLite cannot add to a UNIQUE constraint, so the table of problems is made anew."""
+    db.execute("PRAGMA defer_foreign_keys=ON")  # what refers to problems is right again at the end
+    for view in ("winners", "leaderboard", "anytime"):
+        db.execute(f"DROP VIEW {view}")
+    before = db.execute("SELECT sql FROM sqlite_master WHERE name = 'problems'").fetchone()[0]
+    columns, _, unique = before.partition("  UNIQUE (")
+    more = "  pages TEXT NOT NULL,\n  kv_scales TEXT NOT NULL,\n"
+    unique = unique.replace("batch_invariant", "batch_invariant, pages, kv_scales")
+    db.execute(f"CREATE TEMP TABLE old_problems AS SELECT *{QUANTISED_AND_PAGES} FROM problems")
+    db.execute("DROP TABLE problems")
+    db.execute(f"{columns}{more}  UNIQUE ({unique}")
+    db.execute("INSERT INTO problems SELECT * FROM old_problems")
+    db.execute("DROP TABLE old_problems")
+    for statement in (*_views(PROBLEM_COLUMNS), _anytime_view(PROBLEM_COLUMNS)):
         db.execute(statement.strip())
 
 

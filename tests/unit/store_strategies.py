@@ -19,7 +19,14 @@ from autoflash.records import (
     Trial,
     Winner,
 )
-from autoflash.runtime.problem import DTYPE_BYTES, LENGTHS
+from autoflash.runtime.problem import (
+    DTYPE_BYTES,
+    KV_DTYPE_BYTES,
+    KV_SCALES,
+    LENGTHS,
+    PAGES,
+    QUANTISED_BYTES,
+)
 from autoflash.toolchain import Toolchain
 
 GPU_FIELDS = [(field.name, field.type) for field in fields(Gpu)]
@@ -34,6 +41,7 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 @st.composite
 def problems(draw):
     num_kv_heads = draw(st.integers(1, 80))
+    kv_dtype = draw(st.sampled_from(sorted(KV_DTYPE_BYTES)))
     return Problem(
         op=draw(st.sampled_from(("prefill", "decode"))),
         dtype=draw(dtypes),
@@ -48,11 +56,13 @@ def problems(draw):
         layout=draw(st.sampled_from(("bshd", "bhsd"))),
         kv_layout=draw(st.sampled_from(("nhd", "hnd"))),
         lengths=draw(st.sampled_from(LENGTHS)),
-        kv_dtype=draw(dtypes),
+        kv_dtype=kv_dtype,
         out_dtype=draw(dtypes),
         head_dim_v=draw(st.integers(1, 512)),
         deterministic=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
+        pages=draw(st.sampled_from(PAGES)),
+        kv_scales=draw(st.sampled_from(KV_SCALES)) if kv_dtype in QUANTISED_BYTES else "",
     )
 
 

@@ -29,6 +29,7 @@ def decode_call(**changes):
         "kv_layout": "nhd",
         "max_seqlen_k": None,
         "lengths": "ragged",
+        "pages": "permuted",
     }
     return {**call, **changes}
 
@@ -102,6 +103,7 @@ def test_inputs_that_require_grad_are_refused_while_there_is_no_backward():
         ({"max_seqlen_k": -1}, "max_seqlen_k -1 is not from 0"),
         ({"kv_layout": "dnh"}, "kv_layout 'dnh' is none of nhd, hnd"),
         ({"lengths": "long"}, "lengths 'long' is none of equal, ragged"),
+        ({"pages": "random"}, "pages 'random' is none of permuted, contiguous, shared"),
         ({"block_table": None}, "k_cache has batch 9, expected 3"),
         ({"v_cache": torch.zeros(9, 16, 1, 32)}, "v_cache has num_kv_heads 1, expected 2"),
     ],

@@ -48,12 +48,15 @@ def test_a_field_that_matches_exactly_changes_the_key():
         ("deterministic", True),
         ("batch_invariant", True),
         ("num_heads", 2),  # another group size
+        ("kv_dtype", "int8"),
     ):
         assert match_key(prefill_of(**{field: value})) != match_key(prefill_of()), field
     assert match_key(decode_of(page_size=16)) != match_key(decode_of())
     assert match_key(decode_of(kv_layout="hnd")) != match_key(decode_of())
     assert match_key(decode_of(seqlen_q=2)) != match_key(decode_of())
     assert match_key(decode_of()) != match_key(prefill_of(seqlen_q=1))
+    per_token = decode_of(kv_dtype="int8", kv_scales="token")
+    assert match_key(per_token) != match_key(decode_of(kv_dtype="int8"))
 
 
 def test_sizes_change_the_sizes_and_not_the_key():
@@ -65,7 +68,11 @@ def test_sizes_change_the_sizes_and_not_the_key():
     ):
         assert match_key(prefill_of(**{field: value})) == match_key(prefill_of()), field
         assert match_sizes(prefill_of(**{field: value})) != match_sizes(prefill_of()), field
-    assert match_key(decode_of(page_size=16)) == match_key(decode_of(page_size=64))
+    paged = decode_of(page_size=16)
+    assert match_key(paged) == match_key(decode_of(page_size=64))
+    for pages in ("contiguous", "shared"):
+        other = decode_of(page_size=16, pages=pages)
+        assert match_key(other) == match_key(paged) and match_sizes(other) != match_sizes(paged)
 
 
 def test_the_group_size_counts_and_not_the_number_of_heads():
@@ -81,6 +88,16 @@ def test_a_bucket_ends_at_each_power_of_two():
     assert [bucket(n) for n in (1, 2, 3, 4, 5, 512, 513, 1024)] == [1, 2, 4, 4, 8, 512, 1024, 1024]
     for n in range(1, 4098):
         assert bucket(n) / 2 < n <= bucket(n)
+
+
+def test_the_distribution_that_was_tuned_is_nearer_than_another():
+    asked = match_sizes(decode_of(page_size=16, lengths="ragged", pages="shared"))
+    distances = [
+        match_distance(asked, match_sizes(decode_of(page_size=16, lengths=lengths, pages=pages)))
+        for lengths in ("ragged", "equal")
+        for pages in ("shared", "permuted", "contiguous")
+    ]
+    assert distances == [0, 0.5, 0.5, 0.5, 1, 1]
 
 
 def test_distance_is_in_doublings_and_ends_at_a_factor_of_eight():

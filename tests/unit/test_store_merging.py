@@ -4,11 +4,13 @@ import shutil
 import sqlite3
 import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlite_utils import Database
 from store_samples import A100, H200, OLDER, PROBLEM, TOOLCHAIN, decision, run, trial
 from store_writer import Writer
 
@@ -17,6 +19,7 @@ from autoflash.errors import StoreError
 from autoflash.store import Store, load_winners, merging
 from autoflash.store.checking import check
 from autoflash.store.merging import KEYS, MADE_IN_RUNS, merge
+from autoflash.store.schema import MIGRATIONS
 from autoflash.store.winners import dump_winners
 
 TABLES = (*KEYS, "runs", "run_problems", *MADE_IN_RUNS)
@@ -188,25 +191,46 @@ def test_the_output_may_be_one_of_the_inputs(tmp_path):
     assert counts(a)["trials"] == 2 and counts(b)["trials"] == 1
 
 
-def older(path):
-    """A database as the first schema had it."""
-    fill(path, [(H200, TOOLCHAIN, [(1, 7.5, TIMES[0])])])
-    with sqlite3.connect(path) as conn:
-        conn.execute("DROP VIEW anytime")
-        conn.execute("ALTER TABLE runs DROP COLUMN uid")
-        conn.execute("ALTER TABLE runs DROP COLUMN locked_clock_mhz")
-        conn.execute("DELETE FROM _sqlite_migrations WHERE name LIKE 'm002%'")
-    conn.close()
+def older(path, migration):
+    """A database as it was before this migration, with one run."""
+    newest = path.with_suffix(".newest.db")
+    fill(newest, [(H200, TOOLCHAIN, [(1, 7.5, TIMES[0])])])
+    with closing(sqlite3.connect(path, isolation_level=None)) as conn:
+        MIGRATIONS.apply(Database(conn, execute_plugins=False), stop_before=migration)
+        conn.execute("ATTACH ? AS newest", (str(newest),))
+        for table in TABLES:
+            columns = ", ".join(row[1] for row in conn.execute(f"PRAGMA main.table_info({table})"))
+            conn.execute(f"INSERT INTO {table} ({columns}) SELECT {columns} FROM newest.{table}")
     return path
 
 
-def test_a_database_of_an_older_schema_is_merged_and_left_as_it_is(tmp_path):
-    path, out = older(tmp_path / "old.db"), tmp_path / "out.db"
+LATER = ["m002_runs_told_apart_and_anytime", "m003_quantised_caches_and_page_order"]
+
+
+@pytest.mark.parametrize("migration", LATER)
+def test_a_database_of_an_older_schema_is_merged_and_left_as_it_is(tmp_path, migration):
+    path, out = older(tmp_path / "old.db", migration), tmp_path / "out.db"
     for expected in (1, 0):
         (added,) = merge([path], out)
         assert (added.runs, added.trials, added.decisions) == (expected,) * 3
     with pytest.raises(StoreError, match="older"):
         Store.open(path, readonly=True)
+
+
+@pytest.mark.parametrize("migration", LATER)
+def test_a_database_of_an_older_schema_keeps_every_row_when_it_is_written_to(tmp_path, migration):
+    path = older(tmp_path / "old.db", migration)
+    with Store.open(path) as store:
+        (found,) = store.winners()
+        assert found.decision.problem == replace(PROBLEM, batch=1)
+        assert [each.problem for each in store.trials(H200, TOOLCHAIN)] == [found.decision.problem]
+        store.record_trial(run(store), trial(replace(PROBLEM, page_size=16, pages="shared")))
+        assert store.conn.execute("PRAGMA foreign_key_check").fetchall() == []
+        assert store.conn.execute("SELECT pages FROM problems").fetchall() == [
+            ("none",),
+            ("shared",),
+        ]
+        assert not [finding for finding in check(store) if finding.bad and finding.count]
 
 
 def newer(path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoflash import workload
 from autoflash.errors import WorkloadError
 from autoflash.problem import Problem
-from autoflash.runtime.problem import DTYPE_BYTES
+from autoflash.runtime.problem import DTYPE_BYTES, KV_DTYPE_BYTES
 from autoflash.workload import MAX_PROBLEMS, Workload, load_workload, workload_schema
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -226,6 +226,22 @@ def test_a_file_too_large_to_be_a_workload_is_refused(tmp_path):
 
 def test_the_words_of_the_format_are_those_of_problem():
     assert get_args(workload.Dtype) == tuple(DTYPE_BYTES)
+    assert get_args(workload.KvDtype) == tuple(KV_DTYPE_BYTES)
+
+
+def test_caches_and_their_pages_are_told_in_the_words_of_problem(tmp_path):
+    shared = "{seqlen_k: 64, page_size: [0, 16], pages: shared, kv_dtype: [bf16, fp8_e4m3]}"
+    scaled = "{seqlen_k: 64, kv_dtype: int8, kv_scales: [head, token]}"
+    loaded = load(tmp_path, f"{MODEL}decode: [{shared}, {scaled}]")
+    told = [(p.page_size, p.pages, p.kv_dtype, p.kv_scales) for p, _ in loaded.problems]
+    assert told == [
+        (0, "none", "bf16", "none"),
+        (0, "none", "fp8_e4m3", "tensor"),
+        (16, "shared", "bf16", "none"),
+        (16, "shared", "fp8_e4m3", "tensor"),
+        (0, "none", "int8", "head"),
+        (0, "none", "int8", "token"),
+    ]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

@@ -1,0 +1,405 @@
+"""The prefill benchmark without a GPU: who takes part, whose time counts, and what is told."""
+
+import importlib
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from making import CHAIN, H200, prefill_of
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import flex_attention as torch_flex
+
+from autoflash.config import Config
+from autoflash.inputs import Inputs, make_inputs
+from autoflash.problem import Problem
+from autoflash.records import Clocks, Trial
+from autoflash.render import render
+from autoflash.store import Store
+from autoflash.telemetry import BRAKES
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def harness() -> ModuleType:
+    return importlib.import_module("harness")
+
+
+@pytest.fixture
+def peers() -> ModuleType:
+    return importlib.import_module("prefill_peers")
+
+
+@pytest.fixture
+def prefill() -> ModuleType:
+    return importlib.import_module("prefill")
+
+
+class FakeBurst:
+    """Takes as many microseconds a call as it was sampled before."""
+
+    regime, launches = "graph", 10
+
+    def __init__(self, log: list, name: str, call_us: float = 10.0) -> None:
+        self.log, self.name, self.call_us, self.samples = log, name, call_us, 0
+
+    def sample(self, clocks):
+        self.log.append(self.name)
+        self.samples += 1
+        return float(self.samples), clocks()
+
+
+def test_everyone_begins_a_round_and_follows_each_neighbour(harness):
+    orders = [harness.turns("abc", number) for number in range(6)]
+    assert {order[0] for order in orders} == set("abc")
+    followed = {pair for order in orders for pair in pairwise(order)}
+    assert {("a", "b"), ("b", "a"), ("b", "c"), ("c", "b"), ("c", "a"), ("a", "c")} <= followed
+    assert all(sorted(order) == list("abc") for order in orders)
+
+
+def test_the_first_rounds_and_those_of_a_slowed_card_count_for_nobody(harness):
+    log = []
+    bursts = {name: FakeBurst(log, name) for name in "ab"}
+    reasons = iter([0] * 6 + [BRAKES & 0x20] + [0] * 100)
+    times = harness.take_turns(bursts, 5, lambda: Clocks(1500, throttle_reasons=next(reasons)))
+    assert harness.HEATING_ROUNDS == 2
+    # rounds 1 and 2 heat the card; 3 counts, 4 is slowed for one of the two, 5 to 8 count
+    assert times["a"].samples_us == times["b"].samples_us == [3, 5, 6, 7, 8]
+    assert (times["a"].median_us, times["a"].sm_clock_mhz) == (6, 1500)
+
+
+def test_a_card_that_is_always_slowed_gives_no_times(harness):
+    slowed = Clocks(throttle_reasons=BRAKES & 0x40)
+    with pytest.raises(SystemExit, match="slowed by heat or power in all but 0 rounds"):
+        harness.take_turns({"a": FakeBurst([], "a")}, 5, lambda: slowed)
+
+
+def test_long_calls_have_fewer_rounds_but_never_too_few_to_take_a_median_of(harness):
+    def rounds(call_us: float, gpu_us: float) -> int:
+        bursts = [FakeBurst([], name, call_us) for name in "ab"]
+        return harness.rounds_of(bursts, gpu_us)
+
+    assert rounds(call_us=800.0, gpu_us=130_000) == 8  # of 16 ms each
+    assert rounds(call_us=1e6, gpu_us=130_000) == harness.FEWEST_ROUNDS
+    assert rounds(call_us=800.0, gpu_us=math.inf) == harness.ROUNDS
+
+
+def test_a_burst_is_many_short_calls_or_one_long_one(harness):
+    assert harness.launches_of(100.0) == harness.BURST_US / 100.0
+    assert harness.launches_of(50_000.0) == 1
+    assert harness.launches_of(0.0) == harness.MOST_LAUNCHES
+
+
+def small(**changes) -> Problem:
+    return prefill_of(layout="bhsd", seqlen_q=96, seqlen_k=96, causal=True, **changes)
+
+
+def inputs_of(problem: Problem, sets: int = 2) -> list[Inputs]:
+    return [make_inputs(problem, seed) for seed in range(sets)]
+
+
+def right(peers, inputs: list[Inputs]):
+    return peers.sdpa(SDPBackend.MATH, inputs)
+
+
+def attention(q, k, v, causal: bool) -> torch.Tensor:
+    """Of (batch, heads, tokens, head_dim)."""
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_every_peer_is_called_so_that_its_result_is_right(
+    monkeypatch, prefill, peers, causal, layout
+):
+    """The libraries are stand-ins with the same arguments; each computes from what it is given."""
+
+    def varlen(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, **rest):
+        assert rest == {"causal": causal, "fa_version": 3}
+        assert (max_seqlen_q, max_seqlen_k) == (96, 96)
+        outs = []
+        for b in range(len(cu_seqlens_q) - 1):
+            rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+            keys = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+            one = (t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys]))
+            outs.append(attention(*one, causal)[0].transpose(0, 1))
+        return torch.cat(outs)
+
+    def cute(q, k, v, causal):
+        out = attention(*(t.transpose(1, 2) for t in (q, k, v)), causal)
+        return out.transpose(1, 2), None
+
+    three, four = ModuleType("three"), ModuleType("four")
+    three.flash_attn_varlen_func, four.flash_attn_func = varlen, cute
+    for name in ("vllm", "vllm.vllm_flash_attn", "flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.flash_attn_interface", three)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", four)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    module = ModuleType("exported")
+    module.prefill = lambda q, k, v, causal, layout: (
+        attention(q, k, v, causal)
+        if layout == "bhsd"
+        else attention(*(t.transpose(1, 2) for t in (q, k, v)), causal).transpose(1, 2)
+    )
+    problem = prefill_of(batch=2, seqlen_q=96, seqlen_k=96, causal=causal, layout=layout)
+    makers = prefill.makers_of(module, Config.of("prefill", {}), H200)
+    del makers["portable"], makers["cudnn"], makers["flash"]  # these need a GPU
+    makers["math"] = lambda inputs: right(peers, inputs)
+    contenders, left_out, errors = prefill.admitted("case", inputs_of(problem), makers)
+    assert left_out == {}
+    assert (
+        set(contenders)
+        == set(errors)
+        == {
+            "autoflash",
+            "flex_attention",
+            "flash_attention_3",
+            "flash_attention_4",
+            "math",
+        }
+    )
+    inputs = inputs_of(problem)
+    for contender in contenders.values():  # and every set of inputs has a call of its own
+        outs = [contender.out(one, number) for number, one in enumerate(inputs)]
+        assert len(contender.calls) == 2 and not torch.equal(*outs)
+
+
+def test_a_peer_that_is_missing_or_wrong_is_named_and_not_timed(prefill, peers):
+    def missing(inputs):
+        raise ImportError("No module named 'vllm'\nand more")
+
+    def wrong(inputs):
+        made = right(peers, inputs)
+        return peers.Contender([lambda: made.calls[0]() * 1.1], made.layout)
+
+    def shuffled(inputs):
+        made = right(peers, inputs)
+        return peers.Contender(made.calls, "bshd")
+
+    makers = {
+        "autoflash": lambda inputs: right(peers, inputs),
+        "missing": missing,
+        "wrong": wrong,
+        "shuffled": shuffled,
+    }
+    contenders, left_out, errors = prefill.admitted("case", inputs_of(small()), makers)
+    assert set(contenders) == {"autoflash"}
+    assert left_out["missing"] == "ImportError: No module named 'vllm'"
+    assert left_out["wrong"].startswith("wrong: out is off by")
+    assert set(left_out) == {"missing", "wrong", "shuffled"}
+    assert set(errors) == {"autoflash", "wrong"}
+
+
+def test_the_benchmark_ends_when_autoflash_is_wrong(prefill, peers):
+    def wrong(inputs):
+        return peers.Contender([lambda: torch.zeros_like(inputs[0].q)], "bhsd")
+
+    with pytest.raises(SystemExit, match="96 causal 96: autoflash: wrong: out is off by"):
+        prefill.admitted("96 causal 96", inputs_of(small()), {"autoflash": wrong})
+
+
+def test_of_a_long_output_rows_are_judged_and_all_of_it_must_be_finite(monkeypatch, prefill, peers):
+    monkeypatch.setattr(prefill, "WHOLE_SEQLEN", 64)
+    problem = small(num_heads=16)  # 1536 rows, of which 64 are judged
+    inputs = inputs_of(problem)
+    judge = prefill.referee(inputs[0])
+    out = right(peers, inputs).calls[0]()
+    assert judge(out).correct
+    judged = prefill.sample_rows(problem, 0)
+    other = next((0, h, i) for h in range(16) for i in range(96) if (0, h, i) not in judged)
+    for row, fault, reason in (
+        (judged[5], 1.1, "out is off by"),
+        (other, float("nan"), "out is not finite"),
+    ):
+        faulty = out.clone()
+        faulty[row] *= fault
+        assert judge(faulty).reason.startswith(reason)
+
+
+def test_a_causal_mask_aligned_top_left_is_no_peer_where_lengths_differ(peers):
+    problem = prefill_of(seqlen_q=64, seqlen_k=96, causal=True, layout="bhsd")
+    with pytest.raises(Exception, match="aligned top-left"):
+        right(peers, inputs_of(problem))
+
+
+def times_of(harness, **medians: float) -> dict:
+    return {
+        name: harness.Times("graph", [us, us, 1.1 * us, 0.9 * us, us], [1600])
+        for name, us in medians.items()
+    }
+
+
+def test_the_portable_family_is_no_peer_and_stands_beside_flex_attention(prefill, harness):
+    times = times_of(harness, autoflash=10.0, portable=9.0, cudnn=11.0, flex_attention=18.0)
+    result = prefill.result_of("name", small(), H200, times, {"flash": "why"})
+    assert result["ratio"] == 1.1
+    assert result["peers"] == {"cudnn": 11.0, "flex_attention": 18.0}
+    assert (result["portable"], result["portable_over_flex"]) == (9.0, 2.0)
+    assert result["unavailable"] == {"flash": "why"}
+    assert set(result["tflops"]) == set(times)
+    without = prefill.result_of("n", small(), H200, times_of(harness, autoflash=1.0, flex=2.0), {})
+    assert (without["portable"], without["portable_over_flex"]) == (None, None)
+
+
+def test_the_summary_keeps_grid_and_grouped_heads_apart_and_names_the_worst(prefill, harness):
+    def result(name: str, kv_heads: int, us: float, peer: float, portable: float) -> dict:
+        times = times_of(harness, autoflash=us, cudnn=peer, flex_attention=peer, portable=portable)
+        return prefill.result_of(name, small(num_kv_heads=kv_heads), H200, times, {})
+
+    summary = prefill.summary_of(
+        [result("a", 8, 10, 20, 40), result("b", 8, 10, 5, 5), result("c", 2, 10, 12, 24)]
+    )
+    assert summary["grid"] == {
+        "cases": 2,
+        "geometric_mean": 1.0,
+        "worst": 0.5,
+        "worst_case": "b",
+    }
+    assert summary["grouped_heads"]["geometric_mean"] == 1.2
+    assert (summary["portable_over_flex"]["worst"], summary["portable_over_flex"]["cases"]) == (
+        0.5,
+        3,
+    )
+
+
+def test_the_portable_config_is_the_fastest_that_the_database_timed(tmp_path, monkeypatch, prefill):
+    problem = small()
+    monkeypatch.setattr(prefill, "detect_toolchain", lambda: CHAIN)
+    default = prefill.PORTABLE.default(problem, H200)
+    digest = render(prefill.PORTABLE.variant(problem)).digest
+    fast, failed, other = (
+        Config.of("prefill", {**default.as_dict(), "num_stages": stages}) for stages in (1, 3, 4)
+    )
+    path = tmp_path / "tune.db"
+    assert prefill.portable_config(problem, H200, None) == (default, "default")
+    with Store.open(path) as store:
+        run = store.start_run(
+            H200, CHAIN, seed=0, effort="quick", budget_s=None, argv=[], protocol="test"
+        )
+        store.add_problem(run, problem, 1.0)
+        store.add_kernel("prefill", "prefill_causal", digest, "text")
+        for config, status, us in (
+            (fast, "correct", 9.0),  # screened: a few samples
+            (failed, "runtime", None),
+            (other, "correct", 10.0),
+            (default, "correct", 12.0),
+            (fast, "correct", 11.0),  # and timed again in the final
+        ):
+            regime = "graph" if us else "none"
+            trial = Trial(problem, config, digest, status, "screen", regime=regime, median_us=us)
+            store.record_trial(run, trial)
+    assert prefill.portable_config(problem, H200, path) == (other, "best of 3 timed")
+    assert prefill.portable_config(small(batch=3), H200, path)[1] == "default"
+
+
+def test_the_workload_is_the_grid_and_the_grouped_heads_and_names_tell_them_apart(prefill):
+    problems = [p for p, _ in prefill.load_workload(prefill.WORKLOAD).problems]
+    grid = [p for p in problems if p.group_size == 1]
+    assert {(p.head_dim, p.causal, p.seqlen_q) for p in grid} == {
+        (head_dim, causal, 512 << doubled)
+        for head_dim in (64, 128, 256)
+        for causal in (True, False)
+        for doubled in range(6)
+    }
+    assert all(p.batch * p.seqlen_q == 16384 for p in grid)
+    assert all(p.num_heads * p.head_dim == 2048 for p in grid)
+    grouped = [p for p in problems if p.group_size > 1]
+    assert {(p.batch, p.num_heads, p.num_kv_heads, p.seqlen_q) for p in grouped} == {
+        (1, 32, 8, 512),
+        (1, 32, 8, 2048),
+        (1, 32, 8, 8192),
+        (1, 32, 8, 32768),
+        (1, 64, 8, 4096),
+    }
+    assert all(p.causal and p.head_dim == 128 for p in grouped)
+    assert all(p.dtype == "bf16" and p.seqlen_q == p.seqlen_k for p in problems)
+    assert len({prefill.name_of(p) for p in problems}) == len(problems) == 41
+
+
+def test_results_say_the_device_the_versions_and_the_command(tmp_path, monkeypatch, harness):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "detect", lambda: H200)
+    monkeypatch.setattr(harness, "detect_toolchain", lambda: CHAIN)
+    monkeypatch.setattr(sys, "argv", ["/where/benchmarks/prefill.py", "--cases", "128 causal"])
+    case = harness.case_result({"name": "a"}, {"autoflash": 10.0, "cudnn": 12.0}, {})
+    path = harness.write_results("prefill", [case], {"vllm": "0.22"}, summary={"worst": 1})
+    written = json.loads(path.read_text())
+    assert path.name == "prefill-NVIDIA_H200.json"
+    assert written["command"] == "python benchmarks/prefill.py --cases '128 causal'"
+    assert written["device"]["name"] == "NVIDIA H200"
+    assert written["versions"] == {
+        "driver": "580.1",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "vllm": "0.22",
+    }
+    assert (written["cases"], written["summary"]) == ([case], {"worst": 1})
+    assert case["ratio"] == 1.2
+
+
+EXPORTED = """
+import torch.nn.functional as F
+
+
+def prefill(q, k, v, *, causal, layout):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def explain(call):
+    call()
+    return {"how": "exact", "family": "prefill", "knobs": {"BLOCK_M": 64}, "regret": 0.0}
+"""
+WORKLOAD = """
+model: {dtype: bf16, num_heads: 2, num_kv_heads: 2, head_dim: 32}
+prefill:
+  - {seqlen_q: [64, 96], layout: bhsd}
+"""
+
+
+def test_a_run_goes_from_the_module_to_the_results(tmp_path, monkeypatch, prefill, harness, capsys):
+    """The GPU, the clock and the peers that need one are made up; the rest is as it is run."""
+    module, workload = tmp_path / "exported_by_test.py", tmp_path / "two.yaml"
+    module.write_text(EXPORTED)
+    workload.write_text(WORKLOAD)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    for script in (prefill, harness):
+        monkeypatch.setattr(script, "detect", lambda: H200)
+    monkeypatch.setattr(prefill, "make_inputs", lambda problem, seed, _: make_inputs(problem, seed))
+
+    def no_compiler(function, dynamic):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+
+    def timed(contenders, gpu_us):
+        assert gpu_us == 50_000
+        assert all(len(calls) == 64 for calls in contenders.values())  # tiny inputs, large L2
+        return times_of(harness, **dict.fromkeys(contenders, 10.0))
+
+    monkeypatch.setattr(prefill, "interleaved", timed)
+    arguments = ["--module", str(module), "--workload", str(workload), "--processes", "0"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/prefill.py", *arguments, "--gpu-ms", "50"])
+    prefill.main()
+    written = json.loads((tmp_path / "prefill-NVIDIA_H200.json").read_text())
+    assert [case["case"]["name"] for case in written["cases"]] == ["32 causal 64", "32 causal 96"]
+    for case in written["cases"]:
+        assert case["ours"] == 10.0
+        assert case["portable_config"]["chosen"] == "default"
+        assert set(case["unavailable"]) == {"portable", *prefill.PEERS} - set(case["peers"])
+        assert case["served"] == {"how": "exact", "family": "prefill", "knobs": {"BLOCK_M": 64}}
+    assert "flash_attention_4 is left out: ModuleNotFoundError" in capsys.readouterr().out
