@@ -16,8 +16,10 @@ MOST_SETS = 512  # tiny problems: more buffers than this take longer to make tha
 MEMORY_SHARE = 0.6  # of the free memory that the buffers of one problem may take
 SAMPLE_US = 400.0  # shorter samples are made of several replays
 # Clocks the GPU is kept busy while the host queues what is timed: 50 us for a graph's launch, half
-# a millisecond for a call, whose plan and launches took the host up to 300 us beside an H200.
+# a millisecond for a call, whose plan and launches took the host up to 300 us beside an H200; two
+# where the host was later than that.
 GRAPH_LEAD_CYCLES, CALL_LEAD_CYCLES = 100_000, 1_000_000
+PATIENT_LEAD_CYCLES = 4_000_000
 EAGER_GROUPS = 5
 
 

@@ -91,16 +91,16 @@ def test_what_a_compile_told_replaces_the_guess():
     assert by_promise(CANDIDATES, PROBLEM, H200, [], {}, spilling)[-1] == unknown[1]
 
 
-def proposals(winners=(), tried=(), strategy="auto", effort=EFFORTS["standard"], times=None, group=GROUP):
+def proposals(
+    winners=(), tried=(), strategy="auto", effort=EFFORTS["standard"], times=None, group=GROUP
+):
     """The first batch of a contest on PROBLEM; `times` are those of other shapes' screenings."""
     journal = SimpleNamespace(
         winners=winners,
         tried=lambda problem, config: config in tried,
         times=lambda problem: (times or {}).get(problem, {}),
     )
-    lab = SimpleNamespace(
-        gpu=H200, effort=effort, strategy=strategy, seed=0, journal=journal
-    )
+    lab = SimpleNamespace(gpu=H200, effort=effort, strategy=strategy, seed=0, journal=journal)
     return next(proposals_for(lab, SimpleNamespace(group=group, resources={}), PROBLEM))
 
 
