@@ -78,6 +78,9 @@ class Store:
             )
 
     def end_run(self, run_id: int, outcome: str) -> None:
+        """Also where Ctrl-C broke off a write, which it can between any two instructions."""
+        if self.conn.in_transaction:
+            self.conn.rollback()
         with self._writing():
             writing.finish_run(self.conn, run_id, outcome)
 

@@ -192,6 +192,14 @@ def test_a_run_says_how_it_ended(store):
     assert store.conn.execute(sql).fetchone() == ("interrupted", 0)
 
 
+def test_a_run_ends_also_where_ctrl_c_broke_off_a_write(store):
+    started = run(store)
+    store.conn.execute("BEGIN IMMEDIATE")
+    store.conn.execute("UPDATE runs SET seed = 99")
+    store.end_run(started, "interrupted")
+    assert store.conn.execute("SELECT seed, outcome FROM runs").fetchall() == [(0, "interrupted")]
+
+
 def seed(store, knobs_json):
     """A decision and a trial with these knobs, written by someone else."""
     started = run(store)
