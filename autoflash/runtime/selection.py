@@ -12,7 +12,11 @@ import triton
 
 from .defaults import decode_default, prefill_default
 from .device import Device
-from .hopper_validity import prefill_hopper_refusal
+from .hopper_validity import (
+    prefill_hopper_default,
+    prefill_hopper_refusal,
+    prefill_hopper_unsupported,
+)
 from .load import load_text
 from .match import MatchSizes, match_bucket, match_distance, match_key, match_sizes
 from .problem import Problem, ProblemError
@@ -23,8 +27,18 @@ SELECTION_REFUSALS = {
     "prefill_hopper": prefill_hopper_refusal,
     "decode": decode_refusal,
 }
-SELECTION_UNSUPPORTED = {"prefill": prefill_unsupported, "decode": decode_unsupported}
-SELECTION_DEFAULTS = {"prefill": prefill_default, "decode": decode_default}
+SELECTION_UNSUPPORTED = {
+    "prefill": prefill_unsupported,
+    "prefill_hopper": prefill_hopper_unsupported,
+    "decode": decode_unsupported,
+}
+SELECTION_DEFAULTS = {
+    "prefill": prefill_default,
+    "prefill_hopper": prefill_hopper_default,
+    "decode": decode_default,
+}
+# By op, whose default serves what no row does: the portable family where no other can.
+SELECTION_FAMILIES = {"prefill": ("prefill_hopper", "prefill"), "decode": ("decode",)}
 
 
 class Row(NamedTuple):
@@ -97,11 +111,9 @@ class Selector:
                 continue
             found.append((distance, row))
         if not found:
-            reason = SELECTION_UNSUPPORTED[problem.op](problem, device)
-            if reason:
-                raise ProblemError(f"{problem.op}: {reason}")
-            knobs = SELECTION_DEFAULTS[problem.op](problem, device)
-            return self._choice(problem, problem.op, knobs, "default", 0.0, 0.0, None)
+            family = self._default_family(problem, device)
+            knobs = SELECTION_DEFAULTS[family](problem, device)
+            return self._choice(problem, family, knobs, "default", 0.0, 0.0, None)
         distance, row = min(found, key=lambda pair: pair[0])
         how = "nearest"
         if row.sizes == sizes:
@@ -109,6 +121,15 @@ class Selector:
         elif match_bucket(row.sizes) == match_bucket(sizes):
             how = "bucket"
         return self._choice(problem, row.family, row.knobs, how, distance, row.regret, row.sizes)
+
+    def _default_family(self, problem: Problem, device: Device) -> str:
+        """The first family that serves the problem on the device and whose text is here."""
+        reason = None
+        for family in SELECTION_FAMILIES[problem.op]:
+            reason = SELECTION_UNSUPPORTED[family](problem, device)
+            if reason is None and (family, *problem.switches) in self.tables.names:
+                return family
+        raise ProblemError(f"{problem.op}: {reason}")
 
     def _choice(
         self,

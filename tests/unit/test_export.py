@@ -13,6 +13,7 @@ from making import CHAIN, H200, candidates, decode_of, prefill_of, winner_of
 from autoflash.config import Config
 from autoflash.errors import ExportError
 from autoflash.export import export, write_module
+from autoflash.families import FAMILIES
 from autoflash.gpu import known
 from autoflash.runtime.device import Device
 from autoflash.runtime.match import match_bucket, match_key, match_sizes
@@ -105,6 +106,21 @@ def test_a_shape_nearby_is_served_by_the_nearest_and_one_far_off_by_the_default(
     for seqlen in (1, 60, 33000):
         choice = selector.choose(prefill_of(seqlen_q=seqlen, seqlen_k=seqlen), DEVICE)
         assert choice.how == "default", seqlen
+
+
+def test_what_no_row_serves_gets_the_default_of_the_best_family_whose_kernels_are_carried():
+    hopper = FAMILIES["prefill_hopper"].default(prefill_of(), H200)
+    carried = selector_of(export([winner_of(prefill_of(), hopper)]).text)
+    untuned = prefill_of(head_dim=128, seqlen_q=3000)
+    choice = carried.choose(untuned, DEVICE)
+    assert (choice.how, choice.family) == ("default", "prefill_hopper")
+    default = FAMILIES["prefill_hopper"].default(untuned, H200)
+    assert Config.of("prefill_hopper", choice.knobs) == default
+    assert carried.choose(prefill_of(dtype="fp32"), DEVICE).family == "prefill"
+    with pytest.warns(UserWarning, match="no measurements for"):
+        assert carried.choose(untuned, DEVICE._replace(arch="sm_80")).family == "prefill"
+    without = selector_of(export([winner_of(prefill_of())]).text)
+    assert without.choose(untuned, DEVICE).family == "prefill"
 
 
 def test_tuning_only_tiny_shapes_never_decides_for_a_huge_one():
