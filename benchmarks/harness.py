@@ -25,7 +25,7 @@ from autoflash.toolchain import detect_toolchain
 RESULTS = Path(__file__).resolve().parent / "results"
 MOST_LAUNCHES = 512  # in one graph
 BURST_US = 8_000.0  # about what a graph takes: the card's clock settles within its first replay
-ROUNDS, FEWEST_ROUNDS = 15, 5
+ROUNDS, FEWEST_ROUNDS = 31, 5
 HEATING_ROUNDS = 2  # before those that count: the card comes from a pause
 BRAKED_TRIES = 2  # rounds tried for each round wanted, where heat or power spoil some
 LEAD_CLOCKS_HZ = 3e9  # faster than any GPU: so many cycles last longer than the host's second

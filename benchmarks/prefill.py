@@ -2,7 +2,8 @@
 
 The problems of benchmarks/workloads/prefill.yaml: 16384 tokens, 2048 / head_dim heads, bf16, causal
 and full, lengths 512 to 16384; and causal grouped-query shapes of one sequence. Beside the exported
-module stands the best config of the portable family, from the database that --db names.
+module stands the best config of the portable family: the fastest ones of the database that --db
+names are raced first.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import functools
 import gc
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -33,6 +35,7 @@ from prefill_peers import PEERS, Contender, Maker, autoflash, peer_versions, por
 from autoflash.accuracy import Budget, Verdict
 from autoflash.check import picked, sample_rows
 from autoflash.config import Config
+from autoflash.decision import paired_interval
 from autoflash.export import export, write_module
 from autoflash.families import FAMILIES
 from autoflash.gpu import Gpu, detect
@@ -48,6 +51,8 @@ from autoflash.workload import load_workload
 WORKLOAD = Path(__file__).parent / "workloads" / "prefill.yaml"
 WHOLE_SEQLEN = 2048  # longer outputs are judged by some of their rows
 PORTABLE = FAMILIES["prefill"]
+RACED = 3  # configs of each stage of a search
+RACE_US = 80_000.0  # of GPU time for each of them
 
 Timed = Callable[[Mapping[str, Sequence[Call]]], dict[str, Times]]
 
@@ -59,7 +64,7 @@ def main() -> None:
         export_module(options.db, options.module)
     problems = {name_of(p): p for p, _ in load_workload(options.workload).problems}
     problems = {name: p for name, p in problems.items() if options.cases in name}
-    configs = {name: portable_config(p, gpu, options.db) for name, p in problems.items()}
+    configs = {name: portable_configs(p, gpu, options.db) for name, p in problems.items()}
     started = time.monotonic()
     compile_ahead(problems, configs, options.module, gpu, options.processes)
     ahead_s = time.monotonic() - started
@@ -67,10 +72,10 @@ def main() -> None:
     timed = functools.partial(interleaved, gpu_us=1e3 * options.gpu_ms)
     results = []
     for name, problem in problems.items():
-        config, chosen = configs[name]
-        makers = makers_of(module, config, gpu)
         sets = buffer_sets(floor(problem, gpu).bytes_moved, gpu.l2_bytes)
         inputs = [make_inputs(problem, seed, "cuda") for seed in range(sets)]
+        config = fastest(inputs, configs[name], gpu)
+        makers = makers_of(module, config, gpu)
         contenders, left_out, errors = admitted(name, inputs, makers)
         times = timed({each: contender.calls for each, contender in contenders.items()})
         how = module.explain(contenders["autoflash"].calls[0])
@@ -82,7 +87,7 @@ def main() -> None:
             left_out,
             errors_over_eager=errors,
             served={key: how[key] for key in ("how", "family", "knobs")},
-            portable_config={"chosen": chosen, "knobs": config.as_dict()},
+            portable_config={"raced": len(configs[name]), "knobs": config.as_dict()},
         )
         results.append(result)
         tell(result)
@@ -103,10 +108,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--db",
         type=Path,
-        help="gives the portable family's best config, and the module where there is no --module",
+        help="gives configs of the portable family, and the module where there is no --module",
     )
     parser.add_argument(
-        "--gpu-ms", type=float, default=130.0, help="of GPU time for a contender of a case"
+        "--gpu-ms", type=float, default=260.0, help="of GPU time for a contender of a case"
     )
     parser.add_argument(
         "--processes", type=int, default=8, help="that compile ahead of the timing; 0 for none"
@@ -128,24 +133,35 @@ def export_module(db: Path, path: Path) -> None:
     write_module(export(winners).text, path)
 
 
-def portable_config(problem: Problem, gpu: Gpu, db: Path | None) -> tuple[Config, str]:
-    """The portable family's fastest config for the problem in the database, and out of how many.
-
-    Without any trial there it is the family's default.
-    """
+def portable_configs(problem: Problem, gpu: Gpu, db: Path | None) -> list[Config]:
+    """Configs of the portable family that may be its fastest: its default, and the best of each
+    stage of a search in the database. Times of different stages are not of equally hot cards."""
     trials = []
     if db is not None:
         digest = render(PORTABLE.variant(problem)).digest
         with Store.open(db, readonly=True) as store:
             trials = store.trials(gpu, detect_toolchain(), problem, digest)
-    times = {  # the last trial of a config has the most samples
-        trial.config: trial.median_us
-        for trial in trials
-        if trial.config.family == PORTABLE.name and trial.regime == "graph" and trial.median_us
-    }
-    if not times:
-        return PORTABLE.default(problem, gpu), "default"
-    return min(times, key=lambda config: (times[config], config)), f"best of {len(times)} timed"
+    stages: dict[str, dict[Config, float]] = defaultdict(dict)
+    for trial in trials:  # the last one of a config has the most samples
+        if trial.config.family == PORTABLE.name and trial.regime == "graph" and trial.median_us:
+            stages[trial.stage][trial.config] = trial.median_us
+    best = [
+        config
+        for times in stages.values()
+        for config in sorted(times, key=lambda each: (times[each], each))[:RACED]
+    ]
+    return list(dict.fromkeys([PORTABLE.default(problem, gpu), *best]))
+
+
+def fastest(inputs: list[Inputs], configs: Sequence[Config], gpu: Gpu) -> Config:
+    """The fastest of the configs on these inputs, all timed in turn."""
+    if len(configs) == 1:
+        return configs[0]
+    times = interleaved(
+        {str(i): portable(each, gpu, inputs).calls for i, each in enumerate(configs)},
+        gpu_us=RACE_US,
+    )
+    return configs[min(range(len(configs)), key=lambda i: times[str(i)].median_us)]
 
 
 def makers_of(module: Any, config: Config, gpu: Gpu) -> dict[str, Maker]:
@@ -159,7 +175,7 @@ def makers_of(module: Any, config: Config, gpu: Gpu) -> dict[str, Maker]:
 
 def compile_ahead(
     problems: Mapping[str, Problem],
-    configs: Mapping[str, tuple[Config, str]],
+    configs: Mapping[str, Sequence[Config]],
     module: Path,
     gpu: Gpu,
     processes: int,
@@ -169,16 +185,21 @@ def compile_ahead(
         return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         jobs = {
-            f"{name}, {contender}": pool.submit(
-                call_once, contender, problem, module, configs[name][0], gpu
+            (name, contender, config): pool.submit(
+                call_once, contender, problem, module, config, gpu
             )
             for name, problem in problems.items()
-            for contender in ("flex_attention", "portable", "autoflash")
+            for contender, of_contender in (
+                ("flex_attention", configs[name][:1]),
+                ("autoflash", configs[name][:1]),
+                ("portable", configs[name]),
+            )
+            for config in of_contender
         }
-        for name, job in jobs.items():
+        for (name, contender, _), job in jobs.items():
             error = job.exception()
             if error:  # what is wrong shows again, and counts, where it is timed
-                print(f"not compiled ahead: {name}: {told(error)}", file=sys.stderr)
+                print(f"not compiled ahead: {name}, {contender}: {told(error)}", file=sys.stderr)
 
 
 def call_once(contender: str, problem: Problem, module: Path, config: Config, gpu: Gpu) -> None:
@@ -246,7 +267,10 @@ def result_of(
     left_out: Mapping[str, str],
     **more: Any,
 ) -> dict[str, Any]:
-    """One case of the results. The portable config is no peer: it stands beside FlexAttention."""
+    """One case of the results. The portable config is no peer: it stands beside FlexAttention.
+
+    `ratio_interval` is that of the paired rounds of autoflash and the best peer, at 95 %.
+    """
     medians = {each: one.median_us for each, one in times.items()}
     work = floor(problem, gpu)
     p = problem
@@ -259,12 +283,19 @@ def result_of(
         "seqlen": p.seqlen_q,
         "causal": p.causal,
     }
+    peers = {each: one for each, one in times.items() if each not in ("autoflash", "portable")}
+    best = min(peers, key=lambda each: medians[each], default=None)
+    beside = None
+    if best is not None:
+        paired = paired_interval(times[best].samples_us, times["autoflash"].samples_us)
+        beside = {"peer": best, "low": round(1 + paired.low, 4), "high": round(1 + paired.high, 4)}
     portable_us, flex_us = medians.get("portable"), medians.get("flex_attention")
     over_flex = round(flex_us / portable_us, 4) if portable_us and flex_us else None
     return case_result(
         case,
         {each: us for each, us in medians.items() if each != "portable"},
         left_out,
+        ratio_interval=beside,
         portable=round(portable_us, 2) if portable_us else None,
         portable_over_flex=over_flex,
         tflops={each: round(work.tflops(us), 1) for each, us in medians.items()},

@@ -256,6 +256,19 @@ def test_the_portable_family_is_no_peer_and_stands_beside_flex_attention(prefill
     assert (without["portable"], without["portable_over_flex"]) == (None, None)
 
 
+def test_the_interval_of_a_ratio_is_of_paired_rounds(prefill, harness):
+    """The clock halves every other round, for both alike."""
+    drift = [1.0, 2.0] * 5
+    times = {
+        name: harness.Times("graph", [us * each for each in drift])
+        for name, us in {"autoflash": 10.0, "cudnn": 11.0, "flash": 30.0}.items()
+    }
+    result = prefill.result_of("name", small(), H200, times, {})
+    assert result["ratio_interval"] == {"peer": "cudnn", "low": 1.1, "high": 1.1}
+    alone = prefill.result_of("name", small(), H200, {"autoflash": times["autoflash"]}, {})
+    assert (alone["ratio"], alone["ratio_interval"]) == (None, None)
+
+
 def test_the_summary_keeps_grid_and_grouped_heads_apart_and_names_the_worst(prefill, harness):
     def result(name: str, kv_heads: int, us: float, peer: float, portable: float) -> dict:
         times = times_of(harness, autoflash=us, cudnn=peer, flex_attention=peer, portable=portable)
@@ -277,34 +290,53 @@ def test_the_summary_keeps_grid_and_grouped_heads_apart_and_names_the_worst(pref
     )
 
 
-def test_the_portable_config_is_the_fastest_that_the_database_timed(tmp_path, monkeypatch, prefill):
+def test_portable_configs_are_the_best_of_each_stage_of_the_search(tmp_path, monkeypatch, prefill):
     problem = small()
     monkeypatch.setattr(prefill, "detect_toolchain", lambda: CHAIN)
     default = prefill.PORTABLE.default(problem, H200)
     digest = render(prefill.PORTABLE.variant(problem)).digest
-    fast, failed, other = (
-        Config.of("prefill", {**default.as_dict(), "num_stages": stages}) for stages in (1, 3, 4)
+    one, two, three, four, failed = (
+        Config.of("prefill", {**default.as_dict(), "num_stages": stages, "num_warps": warps})
+        for stages, warps in ((1, 4), (3, 4), (4, 4), (1, 8), (3, 8))
     )
     path = tmp_path / "tune.db"
-    assert prefill.portable_config(problem, H200, None) == (default, "default")
+    assert prefill.portable_configs(problem, H200, None) == [default]
     with Store.open(path) as store:
         run = store.start_run(
             H200, CHAIN, seed=0, effort="quick", budget_s=None, argv=[], protocol="test"
         )
         store.add_problem(run, problem, 1.0)
         store.add_kernel("prefill", "prefill_causal", digest, "text")
-        for config, status, us in (
-            (fast, "correct", 9.0),  # screened: a few samples
-            (failed, "runtime", None),
-            (other, "correct", 10.0),
-            (default, "correct", 12.0),
-            (fast, "correct", 11.0),  # and timed again in the final
+        for config, stage, us in (
+            (one, "screen", 9.0),
+            (two, "screen", 8.0),
+            (three, "screen", 7.0),
+            (four, "screen", 10.0),
+            (one, "screen", 6.0),  # with more samples
+            (failed, "screen", None),
+            (two, "final", 12.0),  # a hotter card: slower than every screening
+            (four, "final", 11.0),
         ):
-            regime = "graph" if us else "none"
-            trial = Trial(problem, config, digest, status, "screen", regime=regime, median_us=us)
+            status, regime = ("correct", "graph") if us else ("runtime", "none")
+            trial = Trial(problem, config, digest, status, stage, regime=regime, median_us=us)
             store.record_trial(run, trial)
-    assert prefill.portable_config(problem, H200, path) == (other, "best of 3 timed")
-    assert prefill.portable_config(small(batch=3), H200, path)[1] == "default"
+    monkeypatch.setattr(prefill, "RACED", 2)
+    found = prefill.portable_configs(problem, H200, path)
+    assert found == [default, one, three, four, two]  # of screenings, then of finals
+    assert prefill.portable_configs(small(batch=3), H200, path) == [default]
+
+
+def test_the_fastest_portable_config_of_a_race_takes_part(monkeypatch, prefill, harness):
+    problem = small()
+    default = prefill.PORTABLE.default(problem, H200)
+    other = Config.of("prefill", {**default.as_dict(), "num_stages": 1})
+    monkeypatch.setattr(
+        prefill, "interleaved", lambda raced, gpu_us: times_of(harness, **{"0": 9.0, "1": 8.0})
+    )
+    assert prefill.fastest(inputs_of(problem), [default, other], H200) == other
+    assert prefill.fastest(inputs_of(problem), [other, default], H200) == default
+    monkeypatch.setattr(prefill, "interleaved", None)
+    assert prefill.fastest(inputs_of(problem), [default], H200) == default
 
 
 def test_the_workload_is_the_grid_and_the_grouped_heads_and_names_tell_them_apart(prefill):
@@ -399,7 +431,7 @@ def test_a_run_goes_from_the_module_to_the_results(tmp_path, monkeypatch, prefil
     assert [case["case"]["name"] for case in written["cases"]] == ["32 causal 64", "32 causal 96"]
     for case in written["cases"]:
         assert case["ours"] == 10.0
-        assert case["portable_config"]["chosen"] == "default"
+        assert case["portable_config"]["raced"] == 1
         assert set(case["unavailable"]) == {"portable", *prefill.PEERS} - set(case["peers"])
         assert case["served"] == {"how": "exact", "family": "prefill", "knobs": {"BLOCK_M": 64}}
     assert "flash_attention_4 is left out: ModuleNotFoundError" in capsys.readouterr().out
