@@ -62,8 +62,8 @@ class Pace:
 
 
 BRISK = Pace(8_000.0, 8_000.0)
-# At its power cap a card takes a while to find a contender's clock. H200, turns of 8 ms: quartiles of
-# the rounds lay 10 % apart, and contenders of half the power had the clocks of the others.
+# At its power cap a card takes a while to find a contender's clock. H200, turns of 8 ms: quartiles
+# of the rounds lay 10 % apart, and contenders of half the power had the clocks of the others.
 STEADY = Pace(50_000.0, 25_000.0)
 
 
