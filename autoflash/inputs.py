@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from autoflash.problem import Problem
+from autoflash.quantised import QUANTISED_DTYPES, dequantised, quantised, spoil
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KV_TORCH_DTYPES = {**TORCH_DTYPES, **QUANTISED_DTYPES}
 POISON_PAGE = 2**30  # an id that must never be dereferenced
 
 
@@ -16,7 +18,8 @@ class Inputs:
 
     Prefill: q, k, v in the problem's layout. Decode: q is (batch, seqlen_q, num_heads, head_dim),
     k and v are the caches in the problem's kv_layout; `cache_seqlens` is (batch,) int32 and
-    `block_table` (batch, max_pages) int32 when paged.
+    `block_table` (batch, max_pages) int32 when paged. The scales of quantised caches are fp32, of
+    (batch, num_kv_heads), or per token of a cache's shape without head_dim.
     """
 
     problem: Problem
@@ -25,9 +28,14 @@ class Inputs:
     v: torch.Tensor
     cache_seqlens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     def sequence(self, b: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sequence `b` gathered: q (num_heads, seqlen_q, head_dim), k and v (kv heads, keys, d)."""
+        """Sequence `b` gathered: q (num_heads, seqlen_q, head_dim), k and v (kv heads, keys, d).
+
+        Of quantised caches k and v are what they stand for, in fp64.
+        """
         p = self.problem
         if p.op == "prefill":
             heads_first = (
@@ -37,7 +45,18 @@ class Inputs:
         assert self.cache_seqlens is not None
         keys = int(self.cache_seqlens[b])
         k, v = (self._cached(cache, b, keys) for cache in (self.k, self.v))
+        if self.k_scale is not None and self.v_scale is not None:
+            k, v = (
+                dequantised(values, self._scales(scale, b, keys))
+                for values, scale in ((k, self.k_scale), (v, self.v_scale))
+            )
         return self.q[b].transpose(0, 1), k, v
+
+    def _scales(self, scale: torch.Tensor, b: int, keys: int) -> torch.Tensor:
+        """The scales of sequence `b`: (kv heads, keys, 1), or (kv heads, 1, 1)."""
+        if self.problem.kv_scales == "token":
+            return self._cached(scale.unsqueeze(-1), b, keys)
+        return scale[b, :, None, None]
 
     def _cached(self, cache: torch.Tensor, b: int, keys: int) -> torch.Tensor:
         """The first `keys` tokens of sequence `b` in a cache: (kv heads, keys, d)."""
@@ -82,23 +101,27 @@ def make_inputs(
 
     `lengths` replaces the drawn valid tokens of each sequence (decode). `poison` fills dead cache
     slots with NaN and dead block-table entries with 2**30. `wide_rows` makes each of q, k, v a view
-    of rows that many elements wider, the rest NaN; an odd number leaves rows unaligned. On device
-    "meta" the tensors have shapes and strides only.
+    of rows that many elements wider, the rest NaN; an odd number leaves rows unaligned. Of a
+    quantised cache it is twice as many bytes. On device "meta" the tensors have shapes and strides
+    only.
     """
     meta = torch.device(device).type == "meta"
     generator = None if meta else torch.Generator(device=device).manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
-        width = shape[-1] + wide_rows
-        dtype = TORCH_DTYPES[problem.dtype]
-        storage = torch.empty((*shape[:-1], width), device=device, dtype=dtype)
-        view = storage[..., : shape[-1]]
+    def empty(*shape: int, dtype: str) -> torch.Tensor:
+        wider = wide_rows * (2 if dtype in QUANTISED_DTYPES else 1)
+        wide = (*shape[:-1], shape[-1] + wider)
+        storage = torch.empty(wide, device=device, dtype=KV_TORCH_DTYPES[dtype])
         if wide_rows:
-            storage.fill_(float("nan"))
+            spoil(storage)
+        return storage[..., : shape[-1]]
+
+    def normal(*shape: int) -> torch.Tensor:
+        view = empty(*shape, dtype=problem.dtype)
         if meta:
             return view
         if scale == 1.0 and not wide_rows:
-            return storage.normal_(generator=generator)
+            return view.normal_(generator=generator)
         view.copy_(torch.randn(shape, device=device, generator=generator) * scale)
         return view
 
@@ -123,22 +146,29 @@ def make_inputs(
     else:
         slots = (p.batch, max(1, p.seqlen_k))
 
-    def cache(head_dim: int) -> torch.Tensor:
-        if p.kv_layout == "nhd":
-            return normal(*slots, p.num_kv_heads, head_dim)
-        return normal(slots[0], p.num_kv_heads, slots[1], head_dim)
+    def cache(head_dim: int, largest: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape = (*slots, p.num_kv_heads, head_dim)
+        if p.kv_layout == "hnd":
+            shape = (slots[0], p.num_kv_heads, slots[1], head_dim)
+        if not p.quantised:
+            return normal(*shape), None
+        stored = empty(*shape, dtype=p.kv_dtype)
+        return stored, quantised(stored, p, generator, scale, largest * scale)
 
-    k, v = cache(p.head_dim), cache(p.head_dim_v)
+    # ranges that differ, so that scales that are mixed up show
+    (k, k_scale), (v, v_scale) = cache(p.head_dim, 4.0), cache(p.head_dim_v, 6.0)
     cache_seqlens = valid.to(device=device, dtype=torch.int32)
     if poison:
-        for tensor_ in (k, v):
+        per_token = (k_scale, v_scale) if p.kv_scales == "token" else ()
+        for tensor_ in (k, v, *per_token):
+            assert tensor_ is not None
             tokens_first = tensor_.transpose(1, 2) if p.kv_layout == "hnd" else tensor_
-            _poison_dead_slots(tokens_first, cache_seqlens, block_table)
+            spoil(tokens_first, _dead_slots(tokens_first, cache_seqlens, block_table))
         if block_table is not None:
             used = -(-cache_seqlens // p.page_size)
             columns = torch.arange(block_table.shape[1], device=device)
             block_table = block_table.masked_fill(columns[None] >= used[:, None], POISON_PAGE)
-    return Inputs(p, q, k, v, cache_seqlens, block_table)
+    return Inputs(p, q, k, v, cache_seqlens, block_table, k_scale, v_scale)
 
 
 def _page_ids(problem: Problem, width: int, seed: int) -> torch.Tensor:
@@ -155,17 +185,16 @@ def _page_ids(problem: Problem, width: int, seed: int) -> torch.Tensor:
     return ids
 
 
-def _poison_dead_slots(
+def _dead_slots(
     cache: torch.Tensor, cache_seqlens: torch.Tensor, block_table: torch.Tensor | None
-) -> None:
-    """Write NaN into every slot of `cache` (pages or batch, tokens, kv heads, d) past a length."""
+) -> torch.Tensor:
+    """Which slots of `cache` (pages or batch, tokens, ...) lie past every length."""
     tokens = torch.arange(cache.shape[1], device=cache.device)
     if block_table is None:
-        dead = tokens[None] >= cache_seqlens[:, None]
-    else:
-        first = torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
-        position = first[None, :, None] + tokens[None, None]  # (1, columns, tokens)
-        slot = block_table.long()[:, :, None] * cache.shape[1] + tokens
-        dead = torch.ones(cache.shape[:2], dtype=torch.bool, device=cache.device)
-        dead.view(-1)[slot[position < cache_seqlens[:, None, None]]] = False
-    cache[dead] = float("nan")
+        return tokens[None] >= cache_seqlens[:, None]
+    first = torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
+    position = first[None, :, None] + tokens[None, None]  # (1, columns, tokens)
+    slot = block_table.long()[:, :, None] * cache.shape[1] + tokens
+    dead = torch.ones(cache.shape[:2], dtype=torch.bool, device=cache.device)
+    dead.view(-1)[slot[position < cache_seqlens[:, None, None]]] = False
+    return dead

@@ -119,10 +119,12 @@ def plan_of(
     tail = (gpu.num_sms, config.as_dict(), new_workspace or plain_workspace)
     if p.op == "prefill":
         return module.plan(inputs.q, inputs.k, inputs.v, out, lse, scale, p.layout, *tail)
+    scales = (inputs.k_scale, inputs.v_scale) if p.quantised else ()
     return module.plan(
         inputs.q,
         inputs.k,
         inputs.v,
+        *scales,
         inputs.cache_seqlens,
         inputs.block_table,
         out,
@@ -171,10 +173,16 @@ def _compiled(
     rendered, module = _loaded(family_of(config.family).variant(problem), gpu.arch)
     inputs = make_inputs(problem, device="meta", poison=False, wide_rows=wide_rows)
     out, lse = new_outputs(inputs)
-    plan = plan_of(module, inputs, out, lse if with_lse else None, gpu, config)
-    workspace_bytes = _workspace_bytes(plan, inputs, out, lse)
+    workspaces: list[torch.Tensor] = []
+
+    def workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        workspaces.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return workspaces[-1]
+
+    given = (inputs, out, lse if with_lse else None, gpu, config)
+    plan = plan_of(module, *given, new_workspace=workspace)
     try:
-        return compile_plan(plan), workspace_bytes
+        return compile_plan(plan), sum(tensor.nbytes for tensor in workspaces)
     except CompilationError as error:
         raise CompileError(_located(error, rendered)) from error
     except MemoryError:
@@ -221,21 +229,6 @@ class _CompileOnlyDriver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("meta")
-
-
-def _workspace_bytes(
-    plan: list[Launch], inputs: Inputs, out: torch.Tensor, lse: torch.Tensor
-) -> int:
-    """Bytes of the plan's tensor arguments that are neither inputs nor outputs, each once."""
-    own = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens, inputs.block_table, out, lse)
-    known = {id(tensor) for tensor in own}
-    scratch = {
-        id(argument): argument.numel() * argument.element_size()
-        for _, _, arguments, _ in plan
-        for argument in arguments
-        if isinstance(argument, torch.Tensor) and id(argument) not in known
-    }
-    return sum(scratch.values())
 
 
 def _located(error: CompilationError, rendered: Rendered) -> str:

@@ -16,6 +16,13 @@ class Variant:
     causal: bool = False
     paged: bool = False
     queries: bool = False  # several query tokens a sequence
+    quantised: bool = False
+    token_scales: bool = False
+
+    @property
+    def head_scales(self) -> bool:
+        """Whether a scale is for a KV head, or for all of them: for more than one token."""
+        return self.quantised and not self.token_scales
 
     @property
     def name(self) -> str:

@@ -72,6 +72,8 @@ def _rendered_parts(variant: Variant) -> tuple[tuple[str, str], ...]:
     parts = []
     for part in family_of(variant.family).parts:
         body = environment.get_template(part).render(variant=variant).strip("\n") + "\n"
+        if not body.strip():
+            continue  # the variant needs nothing of this part
         # a line statement takes the blank lines after it along
         parts.append((part, AFTER_BLOCK.sub(r"\1\n\n\n", body)))
     return tuple(parts)

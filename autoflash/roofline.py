@@ -47,7 +47,9 @@ def floor(problem: Problem, gpu: Gpu) -> Floor:
     flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
     first, *others = sequence_lengths(p)
     keys = first + sum(max(0, keys - shared_tokens(p)) for keys in others)  # each once
-    cache = keys * p.num_kv_heads * (p.head_dim + p.head_dim_v) * p.kv_dtype_bytes
+    scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
+    row = (p.head_dim + p.head_dim_v) * p.kv_dtype_bytes + scales
+    cache = keys * p.num_kv_heads * row
     rows = p.batch * p.seqlen_q * p.num_heads
     moved = cache + rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])
     if not (gpu.dram_gbps and gpu.tflops_16bit):

@@ -24,9 +24,9 @@ from autoflash.toolchain import detect_toolchain
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MOST_LAUNCHES = 512  # in one graph
-BURST_US = 8_000.0  # about what a graph takes: the card's clock settles within its first replay
+GRAPH_US = 8_000.0  # about what a graph takes
 ROUNDS, FEWEST_ROUNDS = 31, 5
-HEATING_ROUNDS = 2  # before those that count: the card comes from a pause
+HEATING_ROUNDS = 1  # before those that count: the card comes from a pause
 BRAKED_TRIES = 2  # rounds tried for each round wanted, where heat or power spoil some
 LEAD_CLOCKS_HZ = 3e9  # faster than any GPU: so many cycles last longer than the host's second
 
@@ -51,6 +51,20 @@ def load_module(path: Path) -> ModuleType:
 def buffer_sets(bytes_each: int, l2_bytes: int) -> int:
     """How many sets of inputs together exceed twice the last-level cache; at least two."""
     return min(64, max(2, -(-2 * l2_bytes // max(1, bytes_each)) + 1))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a contender runs when it is its turn, in microseconds: untimed, then timed."""
+
+    lead_us: float
+    timed_us: float
+
+
+BRISK = Pace(8_000.0, 8_000.0)
+# At its power cap a card takes a while to find a contender's clock. H200, turns of 8 ms: quartiles
+# of the rounds lay 10 % apart, and contenders of half the power had the clocks of the others.
+STEADY = Pace(50_000.0, 25_000.0)
 
 
 @dataclass
@@ -80,37 +94,44 @@ ReadClocks = Callable[[], Clocks]
 
 
 class Burst(Protocol):
-    """A contender ready to be timed: `sample` gives microseconds a call and the card's clocks."""
+    """A contender ready to be timed: `sample` gives microseconds a call and the card's clocks.
+
+    It takes about `turn_us`.
+    """
 
     regime: str
-    call_us: float
-    launches: int
+    turn_us: float
 
     def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]: ...
 
 
 class GraphBurst:
-    """A CUDA graph of about BURST_US, replayed once untimed and once timed.
+    """A CUDA graph of about GRAPH_US, replayed untimed and then timed.
 
-    The first replay has the clocks and caches that a contender makes for itself, not its neighbour.
+    Untimed, a contender finds the clocks and caches that it makes for itself, not its neighbour's.
     """
 
     regime = "graph"
 
-    def __init__(self, calls: Sequence[Call], call_us: float) -> None:
-        self.call_us, self.launches = call_us, launches_of(call_us)
-        self._graph = CallGraph(lambda i: calls[i % len(calls)](), self.launches)
+    def __init__(self, calls: Sequence[Call], call_us: float, pace: Pace) -> None:
+        self._launches = launches_of(call_us)
+        graph_us = self._launches * call_us
+        self._lead, self._timed = (replays_of(us, graph_us) for us in (pace.lead_us, pace.timed_us))
+        self.turn_us = (self._lead + self._timed) * graph_us
+        self._graph = CallGraph(lambda i: calls[i % len(calls)](), self._launches)
 
     def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]:
-        self._graph.replay()
+        for _ in range(self._lead):
+            self._graph.replay()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        self._graph.replay()
+        for _ in range(self._timed):
+            self._graph.replay()
         end.record()
         start.synchronize()
-        read = clocks()  # while the timed replay runs
+        read = clocks()  # while the timed replays run
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self.launches, read
+        return start.elapsed_time(end) * 1e3 / (self._timed * self._launches), read
 
 
 class StreamBurst:
@@ -119,36 +140,43 @@ class StreamBurst:
     regime = "stream"
 
     def __init__(self, calls: Sequence[Call], call_us: float) -> None:
-        self.call_us, self.launches = call_us, launches_of(call_us)
+        self._launches = launches_of(call_us)
         self._calls = calls
         self._queue()  # the first time costs the host more
         torch.cuda.synchronize()
         started = time.perf_counter()
         self._queue()
-        self._lead_cycles = int(LEAD_CLOCKS_HZ * (time.perf_counter() - started))
+        host_s = time.perf_counter() - started
+        self._lead_cycles = int(LEAD_CLOCKS_HZ * host_s)
+        self.turn_us = 2e6 * host_s + self._launches * call_us
         torch.cuda.synchronize()
 
     def _queue(self) -> None:
-        for i in range(self.launches):
+        for i in range(self._launches):
             self._calls[i % len(self._calls)]()
 
     def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]:
-        return event_us(self._queue, self._lead_cycles) / self.launches, clocks()
+        return event_us(self._queue, self._lead_cycles) / self._launches, clocks()
 
 
 def launches_of(call_us: float) -> int:
-    """Calls that make a burst."""
-    return max(1, min(MOST_LAUNCHES, round(BURST_US / max(call_us, 0.1))))
+    """Calls that make a graph."""
+    return max(1, min(MOST_LAUNCHES, round(GRAPH_US / max(call_us, 0.1))))
 
 
-def burst_of(calls: Sequence[Call]) -> Burst:
+def replays_of(wanted_us: float, graph_us: float) -> int:
+    """Replays of a graph that take so long, at least one."""
+    return max(1, round(wanted_us / graph_us))
+
+
+def burst_of(calls: Sequence[Call], pace: Pace) -> Burst:
     """A graph of the calls, one call per set of rotating inputs; queued ones where none captures.
 
     The calls have been made before: whatever they compile is compiled.
     """
     call_us = min(event_us(calls[0]) for _ in range(3))
     try:
-        burst = GraphBurst(calls, call_us)
+        burst = GraphBurst(calls, call_us, pace)
     except Exception as error:  # whatever a peer raises while it is captured
         print(f"not captured: {type(error).__name__}: {error}", file=sys.stderr)
         torch.cuda.synchronize()
@@ -158,8 +186,8 @@ def burst_of(calls: Sequence[Call]) -> Burst:
 
 
 def rounds_of(bursts: Sequence[Burst], gpu_us: float) -> int:
-    """Rounds that give each contender about `gpu_us` of GPU time, lead-ins counted."""
-    each_us = statistics.mean(2 * burst.call_us * burst.launches for burst in bursts)
+    """Rounds that give each contender about `gpu_us`, what is not timed counted."""
+    each_us = statistics.mean(burst.turn_us for burst in bursts)
     return max(FEWEST_ROUNDS, int(min(ROUNDS, gpu_us / each_us)))
 
 
@@ -198,14 +226,14 @@ def take_turns(
 
 
 def interleaved(
-    contenders: Mapping[str, Sequence[Call]], gpu_us: float = float("inf")
+    contenders: Mapping[str, Sequence[Call]], gpu_us: float = float("inf"), pace: Pace = BRISK
 ) -> dict[str, Times]:
     """Times of each contender, all measured in turn; at most about `gpu_us` of GPU time each.
 
     A contender is one call per set of rotating inputs; its graph goes over them again and again.
     """
     telemetry = Telemetry(str(torch.cuda.get_device_properties(0).uuid))
-    bursts = {name: burst_of(calls) for name, calls in contenders.items()}
+    bursts = {name: burst_of(calls, pace) for name, calls in contenders.items()}
     return take_turns(bursts, rounds_of(list(bursts.values()), gpu_us), telemetry.clocks)
 
 

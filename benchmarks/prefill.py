@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from harness import (
-    Call,
+    STEADY,
     Times,
     arguments,
     buffer_sets,
@@ -54,8 +54,6 @@ PORTABLE = FAMILIES["prefill"]
 RACED = 3  # configs of each stage of a search
 RACE_US = 80_000.0  # of GPU time for each of them
 
-Timed = Callable[[Mapping[str, Sequence[Call]]], dict[str, Times]]
-
 
 def main() -> None:
     options = parsed()
@@ -69,7 +67,7 @@ def main() -> None:
     compile_ahead(problems, configs, options.module, gpu, options.processes)
     ahead_s = time.monotonic() - started
     module = load_module(options.module)
-    timed = functools.partial(interleaved, gpu_us=1e3 * options.gpu_ms)
+    timed = functools.partial(interleaved, gpu_us=1e3 * options.gpu_ms, pace=STEADY)
     results = []
     for name, problem in problems.items():
         sets = buffer_sets(floor(problem, gpu).bytes_moved, gpu.l2_bytes)
@@ -111,7 +109,7 @@ def parsed() -> argparse.Namespace:
         help="gives configs of the portable family, and the module where there is no --module",
     )
     parser.add_argument(
-        "--gpu-ms", type=float, default=260.0, help="of GPU time for a contender of a case"
+        "--gpu-ms", type=float, default=400.0, help="of GPU time for a contender of a case"
     )
     parser.add_argument(
         "--processes", type=int, default=8, help="that compile ahead of the timing; 0 for none"

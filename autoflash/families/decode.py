@@ -16,8 +16,10 @@ from autoflash.runtime.validity import (
 PARTS = (
     "triton_header.py.jinja",
     "decode/tiles.py.jinja",
+    "decode/quantised.py.jinja",
     "decode/attend.py.jinja",
     "decode/attend_swapped.py.jinja",
+    "decode/attend_pairs.py.jinja",
     "decode/schedule.py.jinja",
     "decode/store.py.jinja",
     "decode/kernel.py.jinja",

@@ -46,7 +46,13 @@ def space(family: Family, problem: Problem, gpu: Gpu) -> Iterator[tuple[Config, 
         yield config, family.refusal(problem, config, gpu)
 
 
-def sample(op: str, causal: bool = False, paged: bool = False, queries: bool = False) -> Problem:
+def sample(
+    op: str,
+    causal: bool = False,
+    paged: bool = False,
+    queries: bool = False,
+    kv_scales: str = "",
+) -> Problem:
     """A small problem with these switches, for asking what does not depend on its shape."""
     return Problem(
         op=op,
@@ -59,12 +65,16 @@ def sample(op: str, causal: bool = False, paged: bool = False, queries: bool = F
         seqlen_k=64,
         causal=causal,
         page_size=16 if paged else 0,
+        kv_dtype="int8" if kv_scales else "",
+        kv_scales=kv_scales,
     )
 
 
 def samples(family: Family) -> list[Problem]:
     """A small problem for each setting of the switches that the family serves."""
-    every = [sample(family.op, *switches) for switches in product((False, True), repeat=3)]
+    booleans = product((False, True), repeat=3)
+    settings = product(booleans, ("", "tensor", "token"))
+    every = [sample(family.op, *on, kv_scales=scales) for on, scales in settings]
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
 

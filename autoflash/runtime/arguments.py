@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from .problem import Problem, ProblemError
+from .scales import QUANTISED_ARGUMENTS, Scale, scales_granularity
 
 ARGUMENT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -56,13 +58,16 @@ def decode_problem(
     max_seqlen_k: int | None,
     lengths: str,
     pages: str,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
 ) -> Problem:
     """The problem these tensors pose; q is (batch, seqlen_q, num_heads, head_dim).
 
     Without `max_seqlen_k` the cache's capacity stands for it. Raises ProblemError naming the
     argument that does not fit.
     """
-    _check_tensors("decode", q, k_cache=k_cache, v_cache=v_cache)
+    _check_tensors("decode", q, QUANTISED_ARGUMENTS, k_cache=k_cache, v_cache=v_cache)
+    _check_quantised("decode", k_cache, v_cache)
     if kv_layout not in ("nhd", "hnd"):
         raise ProblemError(f"decode: kv_layout {kv_layout!r} is none of nhd, hnd")
     tokens, heads = (1, 2) if kv_layout == "nhd" else (2, 1)
@@ -88,7 +93,7 @@ def decode_problem(
     return Problem(
         op="decode",
         dtype=ARGUMENT_DTYPES[q.dtype],
-        kv_dtype=ARGUMENT_DTYPES[k_cache.dtype],
+        kv_dtype=(ARGUMENT_DTYPES | QUANTISED_ARGUMENTS)[k_cache.dtype],
         batch=batch,
         num_heads=q.shape[2],
         num_kv_heads=k_cache.shape[heads],
@@ -100,6 +105,9 @@ def decode_problem(
         kv_layout=kv_layout,
         lengths=lengths,
         pages=pages,
+        kv_scales=scales_granularity(
+            "decode", k_scale, v_scale, k_cache, batch, k_cache.shape[heads]
+        ),
     )
 
 
@@ -152,13 +160,20 @@ def check_cache_entries(
         )
 
 
-def _check_tensors(function: str, q: torch.Tensor, **others: torch.Tensor) -> None:
+def _check_tensors(
+    function: str,
+    q: torch.Tensor,
+    also: Collection[torch.dtype] = (),
+    **others: torch.Tensor,
+) -> None:
+    """`also` are types that the others may have though q has another."""
     for name, tensor in {"q": q, **others}.items():
         if tensor.dim() != 4:
             raise ProblemError(f"{function}: {name} has {tensor.dim()} dimensions, not 4")
-        if tensor.dtype not in ARGUMENT_DTYPES:
+        quantised = tensor.dtype in also and name != "q"
+        if tensor.dtype not in ARGUMENT_DTYPES and not quantised:
             raise ProblemError(f"{function}: {name} is {tensor.dtype}, not bf16, fp16 or fp32")
-        if tensor.dtype != q.dtype:
+        if tensor.dtype != q.dtype and not quantised:
             raise ProblemError(f"{function}: {name} is {tensor.dtype}, q is {q.dtype}")
         if tensor.device != q.device:
             raise ProblemError(f"{function}: {name} is on {tensor.device}, q is on {q.device}")
@@ -169,6 +184,17 @@ def _check_tensors(function: str, q: torch.Tensor, **others: torch.Tensor) -> No
                 f"{function}: {name} requires grad and there is no backward yet;"
                 " call under torch.no_grad()"
             )
+
+
+def _check_quantised(function: str, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if v_cache.dtype != k_cache.dtype:
+        raise ProblemError(f"{function}: v_cache is {v_cache.dtype}, k_cache is {k_cache.dtype}")
+    if k_cache.dtype not in QUANTISED_ARGUMENTS:
+        return
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        # two channels are read as one word
+        if any(place % 2 for place in (*cache.stride()[:3], cache.storage_offset())):
+            raise ProblemError(f"{function}: {name} has rows that begin at odd bytes")
 
 
 def _check_index(

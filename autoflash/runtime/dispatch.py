@@ -18,6 +18,7 @@ from .arguments import (
 from .device import Device, device_of
 from .launch import Launch, run_plan
 from .problem import Problem
+from .scales import Scale, scale_form
 from .selection import Choice, Selector, Tables
 
 _selectors: list[Selector] = []
@@ -129,8 +130,8 @@ def decode(
     prefix_lens: torch.Tensor | None = None,
     mask: str | None = None,
     page_positions: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -142,7 +143,10 @@ def decode(
     themselves, or (batch, num_heads, head_dim), and `out` has its shape.
     The caches are (batch, tokens, num_kv_heads, head_dim), or with a `block_table`, int32 or int64
     (batch, max_pages), (pages, page_size, num_kv_heads, head_dim); heads come before tokens with
-    kv_layout "hnd". `cache_seqlens` counts the valid tokens, the queries' own included; slots and
+    kv_layout "hnd". They are of q's type, or float8_e4m3fn or int8 with a `k_scale` and a `v_scale`
+    that say what a stored 1 counts: a number, or fp32 of one element, of (num_kv_heads,) or
+    (batch, num_kv_heads), or one for each head of each token, of the cache's shape without
+    head_dim. `cache_seqlens` counts the valid tokens, the queries' own included; slots and
     table entries past them may hold anything. `max_seqlen_k` (no length is greater), `lengths`
     (equal, ragged) and `pages` (permuted, contiguous, shared by all sequences at the beginning)
     only help the choice. `lse` is fp32 (batch, num_heads, seqlen_q), (batch, num_heads) if q has no
@@ -160,25 +164,30 @@ def decode(
         prefix_lens=prefix_lens,
         mask=mask,
         page_positions=page_positions,
-        k_scale=k_scale,
-        v_scale=v_scale,
         batch_invariant=batch_invariant,
     )
     no_query_axis = q.dim() == 3
     if no_query_axis:
         q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
+    hints = (max_seqlen_k, lengths, pages)
     problem = decode_problem(
-        q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths, pages
+        q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, *hints, k_scale, v_scale
     )
     if check:
         check_cache_entries(problem, k_cache, cache_seqlens, block_table)
     out, lse = _outputs("decode", q, problem, out, return_lse)
     choice, device = _choose(problem, q)
     scale = scale_or_default("decode", softmax_scale, problem.head_dim)
+    scales = [
+        scale_form(each, problem.kv_scales, problem.batch, problem.num_kv_heads)
+        for each in (k_scale, v_scale)
+        if each is not None
+    ]
     plan = choice.module.plan(
         q,
         k_cache,
         v_cache,
+        *scales,
         cache_seqlens,
         block_table,
         out,

@@ -42,6 +42,8 @@ MATCH_RULES = {
     "k_cache": "derived",
     "v_cache": "derived",
     "block_table": "derived",
+    "k_scale": "derived",
+    "v_scale": "derived",
     "max_seqlen_k": "derived",
     "cache_seqlens": "never",
     "softmax_scale": "never",
@@ -63,8 +65,6 @@ MATCH_RULES = {
     "max_seqlen_q": "refused",
     "page_positions": "refused",
     "q_scale": "refused",
-    "k_scale": "refused",
-    "v_scale": "refused",
     "dropout_p": "refused",
     "rng": "refused",
 }

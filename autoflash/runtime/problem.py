@@ -97,7 +97,12 @@ class Problem:
         """The switches that are on, of those that decide a kernel's text."""
         if self.op == "prefill":
             return ("causal",) if self.causal else ()
-        on = {"paged": self.paged, "queries": self.seqlen_q > 1}
+        on = {
+            "paged": self.paged,
+            "queries": self.seqlen_q > 1,
+            "quantised": self.quantised,
+            "token_scales": self.kv_scales == "token",
+        }
         return tuple(name for name, is_on in on.items() if is_on)
 
     @property

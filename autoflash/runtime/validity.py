@@ -93,7 +93,9 @@ def decode_unsupported(problem: Problem, gpu: Any) -> str | None:
         return f"serves decode, not {p.op}"
     if p.head_dim_v != p.head_dim:
         return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
-    if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:
+    if p.quantised and p.dtype == "fp32":
+        return f"kv_dtype {p.kv_dtype} is served for queries of 16 bits, not fp32"
+    if (p.kv_dtype != p.dtype and not p.quantised) or p.out_dtype != p.dtype:
         return f"kv_dtype {p.kv_dtype} and out_dtype {p.out_dtype} are not both dtype {p.dtype}"
     if p.batch_invariant:
         return "batch_invariant is not served yet: the number of splits depends on the batch"
@@ -114,6 +116,8 @@ def decode_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str 
     if knobs["SWAP"]:
         if gpu.capability != 90:
             return f"the swapped product is made for sm_90, this is {gpu.arch}"
+        if problem.quantised:
+            return "the swapped product reads V as it is stored, quantised bytes are widened first"
         if problem.dtype == "fp32":
             return "the swapped product is made for 16-bit inputs"
         if knobs["BLOCK_N"] < 64 or decode_block_d(problem) < 64 or knobs["num_warps"] != 4:
@@ -128,7 +132,7 @@ def decode_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str 
 
 def decode_block_d(problem: Problem) -> int:
     """Channels of a tile, as plan() of the rendered text pads them."""
-    return 1 << (problem.head_dim - 1).bit_length()
+    return max(32 if problem.quantised else 16, 1 << (problem.head_dim - 1).bit_length())
 
 
 def decode_block_m(problem: Problem) -> int:
@@ -145,14 +149,15 @@ def decode_is_wide(problem: Problem) -> bool:
 def decode_ring_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
     """Shared memory of the tiles of K and V that are in flight.
 
-    A product of sm_90's warp groups reads its tile from shared memory, others from registers: their
-    last stage takes no room in the ring.
+    A product of sm_90's warp groups reads its tile from shared memory, others from registers, as is
+    what widens a quantised tile: their last stage takes no room in the ring.
     """
-    warp_group_rows = decode_block_m(problem) >= 64 and knobs["num_warps"] >= 4
-    warp_group = gpu.capability >= 90 and (knobs["SWAP"] or warp_group_rows)
-    stages = knobs["num_stages"] - (0 if warp_group and problem.dtype != "fp32" else 1)
-    tile = knobs["BLOCK_N"] * decode_block_d(problem) * problem.kv_dtype_bytes
-    return 2 * tile * max(1, stages)
+    in_place = _decode_warp_group(problem, knobs, gpu) and not problem.quantised
+    stages = knobs["num_stages"] - (0 if in_place else 1)
+    row = decode_block_d(problem) * problem.kv_dtype_bytes
+    if problem.kv_scales == "token":
+        row += 4
+    return 2 * knobs["BLOCK_N"] * row * max(1, stages)
 
 
 def decode_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
@@ -160,4 +165,13 @@ def decode_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> i
     block_m, block_d = decode_block_m(problem), decode_block_d(problem)
     q_and_p = block_m * (block_d + knobs["BLOCK_N"]) * problem.dtype_bytes
     result = 4 * block_m * block_d  # fp32 rows change hands between threads to be stored
+    if problem.quantised and _decode_warp_group(problem, knobs, gpu):
+        q_and_p += 2 * knobs["BLOCK_N"] * block_d * problem.dtype_bytes  # widened, and put back
     return max(decode_ring_bytes(problem, knobs, gpu) + q_and_p, result) + 1024
+
+
+def _decode_warp_group(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> bool:
+    """Whether a product is that of a whole warp group, which reads K and V in shared memory."""
+    rows = decode_block_m(problem) >= 64 and knobs["num_warps"] >= 4
+    has_them = 90 <= gpu.capability < 120 and problem.dtype != "fp32"  # sm_120 has those of sm_80
+    return has_them and bool(knobs["SWAP"] or rows)

@@ -65,6 +65,27 @@ def test_the_bound_of_shared_memory_holds_for_several_query_tokens(case: tuple) 
     check_bound(TARGETS[arch], p, config(arch, *values))
 
 
+# (arch, dtype, head_dim, seqlen_q of eight heads, kv_dtype, kv_scales, knobs): narrow and wide
+QUANTISED = [
+    ("sm_80", "bf16", 128, 1, "fp8_e4m3", "head", "group", 0, 32, 2, 4),
+    ("sm_86", "fp16", 64, 9, "int8", "token", "group", 0, 64, 8, 2),
+    ("sm_90", "bf16", 128, 1, "int8", "token", "split", 0, 128, 8, 3),
+    ("sm_90", "bf16", 128, 8, "fp8_e4m3", "head", "split", 0, 64, 4, 3),
+    ("sm_90", "fp16", 64, 16, "int8", "token", "group", 0, 64, 8, 3),
+    ("sm_100", "bf16", 128, 9, "fp8_e4m3", "token", "split", 0, 64, 8, 2),
+    ("sm_120", "bf16", 128, 16, "fp8_e4m3", "head", "group", 0, 64, 8, 2),
+    ("gfx942", "bf16", 128, 1, "fp8_e4m3", "token", "group", 0, 32, 4, 3),
+]
+
+
+@pytest.mark.parametrize("case", QUANTISED, ids=str)
+def test_the_bound_of_shared_memory_holds_for_quantised_caches(case: tuple) -> None:
+    arch, dtype, head_dim, seqlen_q, kv_dtype, kv_scales, *values = case
+    scales = {"kv_dtype": kv_dtype, "kv_scales": kv_scales}
+    p = problem(dtype, head_dim, seqlen_q=seqlen_q, **scales)
+    check_bound(TARGETS[arch], p, config(arch, *values))
+
+
 def check_bound(gpu: Gpu, p: Problem, chosen: Config) -> None:
     compiled = compile_candidate(p, chosen, gpu).smem_bytes
     bound = decode_smem_bytes(p, chosen.as_dict(), gpu)

@@ -24,6 +24,12 @@ GOLDEN_VARIANTS = (
     Variant("decode", "decode", paged=True),
     Variant("decode", "decode", queries=True),
     Variant("decode", "decode", paged=True, queries=True),
+    Variant("decode", "decode", quantised=True),
+    Variant("decode", "decode", paged=True, quantised=True),
+    Variant("decode", "decode", quantised=True, token_scales=True),
+    Variant("decode", "decode", paged=True, quantised=True, token_scales=True),
+    Variant("decode", "decode", paged=True, queries=True, quantised=True),
+    Variant("decode", "decode", paged=True, queries=True, quantised=True, token_scales=True),
 )
 
 TARGETS = {gpu.arch: gpu for gpu in KNOWN.values() if gpu.name != "NVIDIA H100 80GB HBM3"}
@@ -41,6 +47,8 @@ def problem_of(variant: Variant, **changes) -> Problem:
         "seqlen_k": 512,
         "causal": variant.causal,
         "page_size": 16 if variant.paged else 0,
+        "kv_dtype": "fp8_e4m3" if variant.quantised else "",
+        "kv_scales": "token" if variant.token_scales else "",
     }
     return Problem(**{**fields, **changes})
 
@@ -74,8 +82,19 @@ def test_the_default_config_compiles_and_fits_on_every_target(variant, arch):
         assert resources.spill_bytes <= family.max_spills
 
 
-@pytest.mark.parametrize("variant", GOLDEN_VARIANTS, ids=lambda variant: variant.name)
-@pytest.mark.parametrize(("dtype", "head_dim"), [("fp32", 256), ("fp16", 256), ("bf16", 80)])
+SCARCE = [
+    (variant, dtype, head_dim)
+    for variant in GOLDEN_VARIANTS
+    for dtype, head_dim in (("fp32", 256), ("fp16", 256), ("bf16", 80))
+    if not (variant.quantised and dtype == "fp32")  # these are for queries of 16 bits
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype", "head_dim"),
+    SCARCE,
+    ids=[f"{variant.name}-{dtype}-{head_dim}" for variant, dtype, head_dim in SCARCE],
+)
 def test_wide_types_and_odd_head_dims_fit_where_shared_memory_is_scarce(variant, dtype, head_dim):
     gpu = TARGETS["sm_86"]
     problem = problem_of(variant, dtype=dtype, head_dim=head_dim)

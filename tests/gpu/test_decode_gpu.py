@@ -19,6 +19,7 @@ from autoflash.pool import CompilePool, TritonCompiler
 from autoflash.problem import Problem
 from autoflash.render import render
 from autoflash.runtime.launch import run_plan
+from autoflash.runtime.load import load_text
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +71,12 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
         {"seqlen_q": 4},
         {"seqlen_q": 16, "num_heads": 16, "page_size": 64, "kv_layout": "hnd"},
         {"seqlen_q": 3, "page_size": 0, "head_dim": 64, "num_heads": 14},
+        {"kv_dtype": "fp8_e4m3"},
+        {"kv_dtype": "fp8_e4m3", "kv_scales": "token", "page_size": 1, "seqlen_q": 4},
+        {"kv_dtype": "int8", "kv_scales": "head", "page_size": 64, "kv_layout": "hnd"},
+        {"kv_dtype": "int8", "kv_scales": "token", "page_size": 0, "dtype": "fp16"},
+        {"kv_dtype": "fp8_e4m3", "head_dim": 256, "num_heads": 16, "num_kv_heads": 1},
+        {"kv_dtype": "int8", "head_dim": 80, "num_heads": 14, "seqlen_q": 16},
     ],
     ids=str,
 )
@@ -84,6 +91,33 @@ def test_every_candidate_is_right_and_repeats_its_bits(
         verdict = budget.judge(*result)
         assert verdict.correct, f"{config}: {verdict.reason}"
         assert same_bits(result, run(inputs, config, gpu=gpu)), config
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+def test_bytes_widened_by_instructions_are_those_widened_by_hand(
+    kv_dtype: str, gpu: gpus.Gpu
+) -> None:
+    """Every byte, in every place of a word, in K and in V; by hand is what other GPUs do."""
+    p = problem(1, num_heads=128, num_kv_heads=1, seqlen_k=256, page_size=0, kv_dtype=kv_dtype)
+    inputs = make_inputs(p, device="cuda")
+    places = torch.arange(256, device="cuda")[:, None] + torch.arange(128, device="cuda")
+    every = places.remainder(256).to(torch.uint8)
+    every[(every & 0x7F) == 0x7F] = 0  # the bytes that are no number in fp8
+    cache = every.view(1, 256, 1, 128).view(inputs.k.dtype)
+    inputs = replace(inputs, k=cache, v=cache.flip(1))
+    config = FAMILY.default(p, gpu)
+    budget = Budget(inputs)
+    results = []
+    for asked, answer in (("", ""), ("is_cuda()", "is_hip()"), ("geq(8, 9)", "geq(99, 9)")):
+        text = render(FAMILY.variant(p)).text
+        assert asked in text
+        module = load_text(f"widened_{len(results)}.py", text.replace(asked, answer or asked))
+        out, lse = new_outputs(inputs)
+        run_plan(plan_of(module, inputs, out, lse, gpu, config))
+        verdict = budget.judge(out, lse)
+        assert verdict.correct, verdict.reason
+        results.append((out, lse))
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 8, 16, 32])

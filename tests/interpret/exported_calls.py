@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+QUANTISED = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 
 
 def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
-    """Seeded tensors of a case: q, k, v and, for decode, cache_seqlens and block_table.
+    """Seeded tensors of a case: q, k, v and, for decode, cache_seqlens, block_table and scales.
 
     Dead slots of contiguous caches hold NaN, dead table entries 2**30.
     """
@@ -35,6 +36,12 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
             "k": normal(batch, keys, kv_heads, head_dim),
             "v": normal(batch, keys, kv_heads, head_dim),
         }
+
+    def cache(name: str, *shape: int) -> None:
+        tensors[name] = normal(*shape)
+        if case["kv_dtype"] in QUANTISED:
+            tensors[name], tensors[f"{name}_scale"] = quantised(tensors[name], case)
+
     tensors = {"q": normal(batch, case["seqlen_q"], heads, head_dim)}
     lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
     if case["lengths"] == "ragged":
@@ -43,21 +50,37 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
     tensors["cache_seqlens"] = lengths
     page_size = case["page_size"]
     if not page_size:
-        tensors["k"] = normal(batch, keys, kv_heads, head_dim)
-        tensors["v"] = normal(batch, keys, kv_heads, head_dim)
         dead = torch.arange(keys, device=device)[None] >= lengths[:, None]
         for name in ("k", "v"):
-            tensors[name][dead] = float("nan")
+            cache(name, batch, keys, kv_heads, head_dim)
+            if case["kv_dtype"] == case["dtype"]:
+                tensors[name][dead] = float("nan")
         return tensors
     columns = -(-keys // page_size)
     pages = batch * columns
-    tensors["k"] = normal(pages, page_size, kv_heads, head_dim)
-    tensors["v"] = normal(pages, page_size, kv_heads, head_dim)
+    cache("k", pages, page_size, kv_heads, head_dim)
+    cache("v", pages, page_size, kv_heads, head_dim)
     ids = torch.randperm(pages, device=device, generator=generator, dtype=torch.int32)
     used = -(-lengths // page_size)
     dead = torch.arange(columns, device=device)[None] >= used[:, None]
     tensors["block_table"] = ids.view(batch, columns).masked_fill(dead, 2**30)
     return tensors
+
+
+def quantised(values: torch.Tensor, case: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored values and their scales: for tokens, or (batch, num_kv_heads)."""
+    dtype, limit = QUANTISED[case["kv_dtype"]]
+    values = values.float()
+    if case["kv_scales"] == "token":
+        scale = values.abs().amax(dim=-1) / limit
+        steps = scale[..., None]
+    else:
+        ranges = 4 + torch.arange(case["num_kv_heads"], device=values.device) % 3
+        if case["kv_scales"] == "tensor":
+            ranges = ranges[:1].expand(case["num_kv_heads"])
+        scale, steps = (ranges / limit).expand(case["batch"], -1), (ranges / limit)[:, None]
+    stored = (values / steps).clamp(-limit, limit)
+    return (stored.round() if dtype == torch.int8 else stored).to(dtype), scale
 
 
 def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +95,8 @@ def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]
         block_table=tensors.get("block_table"),
         max_seqlen_k=case["seqlen_k"],
         lengths=case["lengths"],
+        k_scale=tensors.get("k_scale"),
+        v_scale=tensors.get("v_scale"),
         return_lse=True,
     )
 

@@ -20,6 +20,9 @@ PROBLEMS = [
     Problem("decode", "fp32", 2, 8, 2, 128, 1, 213),
     Problem("decode", "bf16", 2, 8, 2, 128, 4, 130, page_size=16, lengths="ragged"),
     Problem("decode", "fp16", 2, 2, 1, 64, 16, 40),
+    Problem("decode", "bf16", 3, 4, 2, 64, 1, 130, page_size=16, kv_dtype="fp8_e4m3"),
+    Problem("decode", "fp16", 2, 4, 2, 32, 2, 70, kv_dtype="int8", kv_scales="head"),
+    Problem("decode", "bf16", 2, 4, 2, 64, 1, 70, page_size=3, kv_dtype="int8", kv_scales="token"),
 ]
 
 

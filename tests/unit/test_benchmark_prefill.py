@@ -49,10 +49,10 @@ def prefill() -> ModuleType:
 class FakeBurst:
     """Takes as many microseconds a call as it was sampled before."""
 
-    regime, launches = "graph", 10
+    regime = "graph"
 
-    def __init__(self, log: list, name: str, call_us: float = 10.0) -> None:
-        self.log, self.name, self.call_us, self.samples = log, name, call_us, 0
+    def __init__(self, log: list, name: str, turn_us: float = 200.0) -> None:
+        self.log, self.name, self.turn_us, self.samples = log, name, turn_us, 0
 
     def sample(self, clocks):
         self.log.append(self.name)
@@ -71,12 +71,12 @@ def test_everyone_begins_a_round_and_follows_each_neighbour(harness):
 def test_the_first_rounds_and_those_of_a_slowed_card_count_for_nobody(harness):
     log = []
     bursts = {name: FakeBurst(log, name) for name in "ab"}
-    reasons = iter([0] * 6 + [BRAKES & 0x20] + [0] * 100)
+    reasons = iter([0] * 4 + [BRAKES & 0x20] + [0] * 100)
     times = harness.take_turns(bursts, 5, lambda: Clocks(1500, throttle_reasons=next(reasons)))
-    assert harness.HEATING_ROUNDS == 2
-    # rounds 1 and 2 heat the card; 3 counts, 4 is slowed for one of the two, 5 to 8 count
-    assert times["a"].samples_us == times["b"].samples_us == [3, 5, 6, 7, 8]
-    assert (times["a"].median_us, times["a"].sm_clock_mhz) == (6, 1500)
+    assert harness.HEATING_ROUNDS == 1
+    # round 1 heats the card; 2 counts, 3 is slowed for one of the two, 4 to 7 count
+    assert times["a"].samples_us == times["b"].samples_us == [2, 4, 5, 6, 7]
+    assert (times["a"].median_us, times["a"].sm_clock_mhz) == (5, 1500)
 
 
 def test_a_card_that_is_always_slowed_gives_no_times(harness):
@@ -85,20 +85,22 @@ def test_a_card_that_is_always_slowed_gives_no_times(harness):
         harness.take_turns({"a": FakeBurst([], "a")}, 5, lambda: slowed)
 
 
-def test_long_calls_have_fewer_rounds_but_never_too_few_to_take_a_median_of(harness):
-    def rounds(call_us: float, gpu_us: float) -> int:
-        bursts = [FakeBurst([], name, call_us) for name in "ab"]
+def test_long_turns_have_fewer_rounds_but_never_too_few_to_take_a_median_of(harness):
+    def rounds(turn_us: float, gpu_us: float) -> int:
+        bursts = [FakeBurst([], name, turn_us) for name in "ab"]
         return harness.rounds_of(bursts, gpu_us)
 
-    assert rounds(call_us=800.0, gpu_us=130_000) == 8  # of 16 ms each
-    assert rounds(call_us=1e6, gpu_us=130_000) == harness.FEWEST_ROUNDS
-    assert rounds(call_us=800.0, gpu_us=math.inf) == harness.ROUNDS
+    assert rounds(turn_us=16_000, gpu_us=130_000) == 8
+    assert rounds(turn_us=1e6, gpu_us=130_000) == harness.FEWEST_ROUNDS
+    assert rounds(turn_us=16_000, gpu_us=math.inf) == harness.ROUNDS
 
 
-def test_a_burst_is_many_short_calls_or_one_long_one(harness):
-    assert harness.launches_of(100.0) == harness.BURST_US / 100.0
+def test_a_turn_is_many_short_calls_or_a_few_long_ones(harness):
+    assert harness.launches_of(100.0) == harness.GRAPH_US / 100.0
     assert harness.launches_of(50_000.0) == 1
     assert harness.launches_of(0.0) == harness.MOST_LAUNCHES
+    assert harness.replays_of(harness.STEADY.timed_us, 100 * 80.0) == 3
+    assert harness.replays_of(harness.STEADY.timed_us, 90_000.0) == 1
 
 
 def small(**changes) -> Problem:
@@ -331,7 +333,7 @@ def test_the_fastest_portable_config_of_a_race_takes_part(monkeypatch, prefill, 
     default = prefill.PORTABLE.default(problem, H200)
     other = Config.of("prefill", {**default.as_dict(), "num_stages": 1})
     monkeypatch.setattr(
-        prefill, "interleaved", lambda raced, gpu_us: times_of(harness, **{"0": 9.0, "1": 8.0})
+        prefill, "interleaved", lambda raced, **_: times_of(harness, **{"0": 9.0, "1": 8.0})
     )
     assert prefill.fastest(inputs_of(problem), [default, other], H200) == other
     assert prefill.fastest(inputs_of(problem), [other, default], H200) == default
@@ -418,8 +420,8 @@ def test_a_run_goes_from_the_module_to_the_results(tmp_path, monkeypatch, prefil
 
     monkeypatch.setattr(torch, "compile", no_compiler)
 
-    def timed(contenders, gpu_us):
-        assert gpu_us == 50_000
+    def timed(contenders, gpu_us, pace):
+        assert (gpu_us, pace) == (50_000, harness.STEADY)
         assert all(len(calls) == 64 for calls in contenders.values())  # tiny inputs, large L2
         return times_of(harness, **dict.fromkeys(contenders, 10.0))
 

@@ -25,12 +25,23 @@ def problem(**changed: int | str | bool) -> Problem:
 
 
 problems = st.builds(
-    lambda group_size, num_kv_heads, **fields: problem(
-        num_heads=group_size * num_kv_heads, num_kv_heads=num_kv_heads, **fields
+    lambda group_size, num_kv_heads, types, **fields: problem(
+        num_heads=group_size * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        **dict(zip(("dtype", "kv_dtype", "kv_scales"), types, strict=False)),
+        **fields,
     ),
     group_size=st.sampled_from([1, 4, 7, 16, 40, 71, 200]),
     num_kv_heads=st.sampled_from([1, 2, 8, 128]),
-    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+    types=st.sampled_from(
+        [
+            ("bf16",),
+            ("fp16",),
+            ("fp32",),
+            ("bf16", "fp8_e4m3", "head"),
+            ("fp16", "int8", "token"),
+        ]
+    ),
     batch=st.integers(1, 100_000),
     head_dim=st.integers(2, 32).map(lambda n: 8 * n),
     seqlen_q=st.integers(1, 16),
@@ -110,6 +121,17 @@ def test_ragged_batches_are_balanced_by_default_and_others_split() -> None:
         assert default["SCHEDULE"] == schedule
 
 
+def test_quantised_caches_have_candidates_of_both_schedules_and_no_swapped_ones() -> None:
+    p = problem(kv_dtype="fp8_e4m3")
+    for gpu in (H200, A10):
+        candidates = [config for config, reason in space(FAMILY, p, gpu) if reason is None]
+        assert {config["SCHEDULE"] for config in candidates} == {"split", "group"}
+        assert {config["SWAP"] for config in candidates} == {0}
+    swapped = FAMILY.default(problem(), H200)
+    assert swapped["SWAP"] == 1
+    assert "quantised bytes are widened first" in str(FAMILY.refusal(p, swapped, H200))
+
+
 PLAIN = {"SCHEDULE": "split", "SWAP": 0, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 REST = {"PROGRAMS_PER_SM": 1, "DEPENDENT_LAUNCH": 0, "COMBINE_WARPS": 4}
 
@@ -148,6 +170,10 @@ def test_the_group_schedule_is_for_batches_that_one_program_can_add_up() -> None
     [
         ({"head_dim_v": 64}, "head_dim_v 64 is not head_dim 128"),
         ({"kv_dtype": "fp16"}, "kv_dtype fp16 and out_dtype bf16 are not both dtype bf16"),
+        (
+            {"dtype": "fp32", "kv_dtype": "int8"},
+            "kv_dtype int8 is served for queries of 16 bits, not fp32",
+        ),
         ({"batch_invariant": True}, "batch_invariant is not served yet"),
     ],
 )

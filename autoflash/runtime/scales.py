@@ -1,0 +1,78 @@
+"""Scales of quantised caches: what a caller gives, what it is for, and its one form for kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from .problem import KV_SCALES, NONE, ProblemError
+
+QUANTISED_ARGUMENTS = {torch.float8_e4m3fn: "fp8_e4m3", torch.int8: "int8"}
+
+# A scale is what a stored 1 counts: a number, a tensor of one for everything, of one for each KV
+# head, or of one for each KV head of each token.
+Scale = float | torch.Tensor
+
+
+def scales_granularity(
+    function: str,
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+    cache: torch.Tensor,
+    batch: int,
+    heads: int,
+) -> str:
+    """The problem's `kv_scales`: the finer of both scales'.
+
+    `cache` is of K, of whose shape V's is, with `heads` KV heads. Raises ProblemError naming the
+    scale that does not fit.
+    """
+    if cache.dtype not in QUANTISED_ARGUMENTS:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                raise ProblemError(
+                    f"{function}: {name} is for a quantised cache, not {cache.dtype}"
+                )
+        return NONE
+    kinds = [
+        _scale_kind(function, name, scale, cache, batch, heads)
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+    ]
+    if ("token" in kinds) and kinds[0] != kinds[1]:
+        raise ProblemError(f"{function}: k_scale is per {kinds[0]} and v_scale per {kinds[1]}")
+    return max(kinds, key=KV_SCALES.index)
+
+
+def scale_form(scale: Scale, kv_scales: str, batch: int, heads: int) -> Scale:
+    """A scale as plans take it: a number, (batch, num_kv_heads), or as it is for each token."""
+    if not isinstance(scale, torch.Tensor):
+        return float(scale)
+    if kv_scales == "token":
+        return scale
+    if scale.numel() == 1:
+        scale = scale.reshape(1)
+    return scale.expand(batch, heads)
+
+
+def _scale_kind(
+    function: str, name: str, scale: Scale | None, cache: torch.Tensor, batch: int, heads: int
+) -> str:
+    if scale is None:
+        raise ProblemError(f"{function}: a {cache.dtype} cache needs {name}; 1.0 if there is none")
+    if not isinstance(scale, torch.Tensor):
+        if not 0.0 < scale < float("inf"):
+            raise ProblemError(f"{function}: {name} {scale} is not positive")
+        return "tensor"
+    if scale.dtype != torch.float32:
+        raise ProblemError(f"{function}: {name} is {scale.dtype}, not fp32")
+    if scale.device != cache.device:
+        raise ProblemError(f"{function}: {name} is on {scale.device}, the cache on {cache.device}")
+    if scale.numel() == 1:
+        return "tensor"
+    shapes = {"token": [tuple(cache.shape[:3])], "head": [(heads,), (batch, heads)]}
+    for kind, allowed in shapes.items():
+        if tuple(scale.shape) in allowed:
+            return kind
+    raise ProblemError(
+        f"{function}: {name} is {tuple(scale.shape)}; one number, ({heads},), ({batch}, {heads})"
+        f" or {tuple(cache.shape[:3])} were expected"
+    )
