@@ -60,9 +60,9 @@ def twice(work: Callable[[], Result]) -> Result:
 class Child:
     """A process in a session of its own that makes a service and answers calls to its methods.
 
-    It is started by the first call and again by the call after its death. A call that is not
-    answered in time kills the process with its whole group (compilers it started included), and
-    so does the death of this process. `service` is pickled: a class, a function or a partial.
+    It is started by `start` or the first call, and again by the call after its death. A call that
+    is not answered in time kills the process with its whole group (compilers it started included),
+    and so does the death of this process. `service` is pickled: a class, a function or a partial.
     """
 
     def __init__(
@@ -85,9 +85,18 @@ class Child:
         Raises Failure as the service raised it, with `timeout` after the deadline, and with
         `runtime` when the process died; AutoflashError as raised; ChildError for the rest.
         """
+        self.start()
+        return self._exchange(method, arguments, deadline_s)
+
+    def start(self) -> None:
+        """Have the process running and its service made. Raises as a call does."""
         if self._process is None:
             self._start()
-        return self._exchange(method, arguments, deadline_s)
+            try:
+                self._exchange("", (self._service,), START_DEADLINE_S)
+            except BaseException:
+                self.close()
+                raise
 
     def kill(self) -> None:
         """Kill the process and its group; a call in another thread sees it die."""
@@ -124,7 +133,6 @@ class Child:
         theirs.close()
         self._connection = Connection(ours.detach())
         self.starts += 1
-        self._exchange("", (self._service,), START_DEADLINE_S)
 
     def _exchange(self, method: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
         assert self._connection is not None

@@ -19,11 +19,12 @@ from autoflash.decision import (
 from autoflash.effort import TimeLimit
 from autoflash.entrants import Entrants, Lab
 from autoflash.groups import digest_of
+from autoflash.pool import Urgency
 from autoflash.problem import Problem
 from autoflash.promise import by_promise, lost_nearby, transferred_to
 from autoflash.records import Decision, Trial
 from autoflash.rounds import side_by_side, with_times
-from autoflash.search import Proposals, strategy_for
+from autoflash.search import Proposals, likely_next, strategy_for
 from autoflash.search.exhaustive import exhaustive
 from autoflash.worker import LimitReached
 
@@ -33,15 +34,11 @@ GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed a
 
 
 def proposals_for(lab: Lab, entrants: Entrants, problem: Problem) -> Proposals:
-    """What the strategy proposes for a problem; the same for the same seed and what is known.
-
-    On the first shape of a group more is tried than on those after it, which start from what was
-    fast there.
-    """
+    """What the strategy proposes for a problem; the same for the same seed and what is known."""
     group = entrants.group
     candidates = group.candidates(problem, lab.gpu)
-    nearby = lost_nearby(problem, {other: lab.journal.times(other) for other in group.problems})
-    most = lab.effort.max_climbed if nearby else lab.effort.max_candidates
+    nearby = _nearby(lab, entrants, problem)
+    most = _most(lab, nearby)
     tried = [config for config in candidates if lab.journal.tried(problem, config)]
     if lab.strategy != "exhaustive" and len(tried) >= most:
         return exhaustive(tried, most, lab.seed)  # an earlier run spent this effort
@@ -53,6 +50,20 @@ def proposals_for(lab: Lab, entrants: Entrants, problem: Problem) -> Proposals:
     good |= dict.fromkeys(fastest[: most // GOOD_NEARBY])
     ordered = by_promise(candidates, problem, lab.gpu, list(good), nearby, entrants.resources)
     return strategy(ordered, most, lab.seed, len(good))
+
+
+def _nearby(lab: Lab, entrants: Entrants, problem: Problem) -> dict[Config, float]:
+    """What configs lost on the group's shapes near this one."""
+    times = {other: lab.journal.times(other) for other in entrants.group.problems}
+    return lost_nearby(problem, times)
+
+
+def _most(lab: Lab, nearby: dict[Config, float]) -> int:
+    """How many are tried: on the first shape of a group more than on those after it.
+
+    They start from what was fast there.
+    """
+    return lab.effort.max_climbed if nearby else lab.effort.max_candidates
 
 
 def first_batch(lab: Lab, entrants: Entrants, problem: Problem) -> list[Config]:
@@ -95,9 +106,12 @@ class Contest:
         while batch:
             total = done + len(batch)
             for config in self._entrants.ready(batch, limit):
+                before_us = self._best_us()
                 self._screen(config)
                 done += 1
                 self._tell(done, total)
+                if self._best_us() < before_us:
+                    self._ask_ahead(config)
                 if limit.over:
                     lab.limit.cut = True
                     return
@@ -107,30 +121,41 @@ class Contest:
             except StopIteration:
                 return
 
+    def _ask_ahead(self, best: Config) -> None:
+        """Have compiled what a strategy may propose next, now that this is the best so far."""
+        lab, entrants, problem = self._lab, self._entrants, self._problem
+        most = _most(lab, _nearby(lab, entrants, problem))
+        candidates = entrants.group.candidates(problem, lab.gpu)
+        entrants.ask(likely_next(lab.strategy, most, best, candidates), Urgency.SOON)
+
+    def _best_us(self) -> float:
+        """The best time so far, infinite before there is one."""
+        return min((t.median_us or 0.0 for t in self._screened.values()), default=float("inf"))
+
     def _screen(self, config: Config) -> None:
         """The lowest rung of a candidate that is right, unless an earlier trial is known."""
+        started = time.monotonic()
         earlier = self._lab.journal.screened(self._problem, config)
         if not self._entrants.admit(self._problem, config):
             return
         if earlier is not None:
             self._screened[config] = earlier
         else:
-            self._time(config, self._lab.effort.rungs[0], self._lab.effort.first_cap_us)
+            self._time(config, self._lab.effort.rungs[0], self._lab.effort.first_cap_us, started)
 
     def _sharpen(self) -> None:
         """The higher rungs: more samples for those whose times overlap the best's."""
         for samples in self._lab.effort.rungs[1:]:
             for trial in overlapping(list(self._screened.values()), self._lab.effort.finalists):
                 if trial.samples < samples and not self._limit.over:
-                    self._time(trial.config, samples, self._lab.effort.cap_us)
+                    self._time(trial.config, samples, self._lab.effort.cap_us, time.monotonic())
 
-    def _time(self, config: Config, samples: int, cap_us: float) -> None:
+    def _time(self, config: Config, samples: int, cap_us: float, started: float) -> None:
+        """A trial of so many samples; its work, a check perhaps, began at `started`."""
         lab = self._lab
         self._prepare()
-        best_us = min((t.median_us or 0.0 for t in self._screened.values()), default=float("inf"))
-        started = time.monotonic()
         try:
-            timing = lab.worker.screen(config, samples, cap_us, GIVE_UP * best_us)
+            timing = lab.worker.screen(config, samples, cap_us, GIVE_UP * self._best_us())
         except Failure as failure:
             self._screened.pop(config, None)
             seconds = time.monotonic() - started
@@ -208,7 +233,7 @@ class Contest:
             self._prepared = True
 
     def _tell(self, done: int, total: int) -> None:
-        best_us = min((t.median_us or 0.0 for t in self._screened.values()), default=0.0)
+        best_us = self._best_us() if self._screened else 0.0
         default = self._screened.get(self._default)
         default_us = default.median_us if default and default.median_us else 0.0
         self._lab.progress.candidates(done, total, best_us, default_us)

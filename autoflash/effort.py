@@ -32,7 +32,7 @@ class Effort:
 EFFORTS = {
     effort.name: effort
     for effort in (
-        Effort("quick", 24, 16, (3,), 3, 7, 0, 0),
+        Effort("quick", 32, 16, (3,), 3, 7, 0, 0),
         Effort("standard", 200, 64, (5, 16), 6, 11, 3, 12),
         Effort("max", 100_000, 100_000, (5, 16, 64, 256), 10, 31, 7, 32),
     )

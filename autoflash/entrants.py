@@ -17,7 +17,7 @@ from autoflash.families import family_of, why_refused
 from autoflash.gpu import Gpu
 from autoflash.groups import Group, digest_of
 from autoflash.journal import Journal
-from autoflash.pool import CompilePool, refused
+from autoflash.pool import CompilePool, Urgency, refused
 from autoflash.problem import Problem
 from autoflash.progress import Progress
 from autoflash.records import Resources, Trial
@@ -67,14 +67,17 @@ class Entrants:
         twin._lab = lab
         return twin
 
-    def ask(self, configs: Sequence[Config]) -> None:
+    def ask(self, configs: Sequence[Config], urgency: Urgency = Urgency.AHEAD) -> None:
         """Have those compiled that no earlier trial speaks for."""
         with self._asking:
-            self._ask(configs)
+            self._ask(configs, urgency)
 
-    def _ask(self, configs: Sequence[Config]) -> None:
+    def _ask(self, configs: Sequence[Config], urgency: Urgency) -> None:
         for config in configs:
-            if config in self._futures or config in self._verdicts or config in self.failed:
+            if config in self._futures:
+                self._lab.pool.hurry(self._futures[config], urgency)
+                continue
+            if config in self._verdicts or config in self.failed:
                 continue
             earlier = self._lab.journal.of_group(self.group.problems, config)
             for trial in earlier:
@@ -87,11 +90,11 @@ class Entrants:
                 self.resources[config] = right[0].resources
                 self._verdicts[config] = _verdict_of(right[0])
             else:
-                self._futures[config] = self._compiling(config)
+                self._futures[config] = self._compiling(config, urgency)
 
     def ready(self, configs: Sequence[Config], limit: TimeLimit) -> Iterator[Config]:
         """The configs as their compiling ends, those that need none first, until the limit."""
-        self.ask(configs)
+        self.ask(configs, Urgency.NOW)
         waiting: dict[Future[Resources], list[Config]] = {}
         for config in configs:
             future = self._futures.get(config)
@@ -105,13 +108,15 @@ class Entrants:
             for future in [f for f in waiting if f in done]:  # in the order of asking
                 yield from waiting.pop(future)
 
-    def _compiling(self, config: Config) -> Future[Resources]:
+    def _compiling(self, config: Config, urgency: Urgency) -> Future[Resources]:
         """The future of the config's binary, which configs with another launch share."""
         binary = family_of(config.family).binary(config)
-        if binary not in self._binaries:
+        if binary in self._binaries:
+            self._lab.pool.hurry(self._binaries[binary], urgency)
+        else:
             gpu = self._lab.gpu
             problems = [p for p in self.group.problems if why_refused(p, config, gpu) is None]
-            self._binaries[binary] = self._lab.pool.submit(problems, config, gpu)
+            self._binaries[binary] = self._lab.pool.submit(problems, config, gpu, urgency)
         return self._binaries[binary]
 
     def is_out(self, problem: Problem, config: Config) -> bool:

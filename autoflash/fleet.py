@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from autoflash.ahead import compiled_ahead
 from autoflash.cards import chosen_cards, open_card
 from autoflash.desk import Desk, SharedJournal, Stopped
 from autoflash.entrants import Lab
@@ -27,6 +28,7 @@ from autoflash.tune import (
     Options,
     TuneResult,
     clocks_held,
+    compiling,
     options_for,
     result_of,
     start_run,
@@ -93,7 +95,6 @@ def tune_on_all(
     Raises as `tune` does where no type came to any decision.
     """
     desk, limit = Desk(), options.limit
-    deadline_s = machine.deadlines.compile_s
     workers = {
         index: Worker(
             device, machine.deadlines, lambda: float("-inf") if desk.closed else limit.left_s
@@ -101,14 +102,12 @@ def tune_on_all(
         for index, device in devices.items()
     }
     with ExitStack() as stack:
+        store = stack.enter_context(Store.open(db))
+        pool = stack.enter_context(compiling(machine))
         for worker in workers.values():
             stack.enter_context(closing(worker))
         posts = _started(workers)
         mhz = stack.enter_context(clocks_held(options, [post.worker for post in posts]))
-        store = stack.enter_context(Store.open(db))
-        pool = stack.enter_context(
-            closing(CompilePool(machine.compiler, machine.compile_processes, deadline_s))
-        )
         named = [(f"GPU {post.index}", post.gpu) for post in posts]
         views = progress_for_each(named, options.budget_s)
         for view in views:
@@ -190,8 +189,13 @@ def _run(
 
 def _search(runs: list[Run], desk: Desk, pool: CompilePool) -> None:
     """Every team's work, each GPU in a thread, until it is done or this thread is interrupted."""
-    for run in runs:
-        run.team.ask()
+    with ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(compiled_ahead(run.team.labs[0], run.team.pairs))
+        _work_all(runs, desk, pool)
+
+
+def _work_all(runs: list[Run], desk: Desk, pool: CompilePool) -> None:
     threads = [
         Thread(target=_work, args=(run.team, lab, desk), daemon=True)
         for run in runs

@@ -1,16 +1,19 @@
 """Pool: processes that compile candidates ahead of the timing, each compile under a deadline."""
 
+import contextlib
 import os
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
 
 from autoflash.check import cases_of
-from autoflash.child import Child, Failure, twice
+from autoflash.child import Child, ChildError, Failure, twice
 from autoflash.config import Config
+from autoflash.errors import AutoflashError
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
 from autoflash.kernel import CompileError, compile_candidate, precompile
@@ -18,6 +21,14 @@ from autoflash.problem import Problem
 from autoflash.records import Resources
 
 MOST_PROCESSES = 32  # each holds torch and triton, about half a gigabyte
+
+
+class Urgency(IntEnum):
+    """Whether a GPU waits for a binary, is about to, or will come to it some time."""
+
+    NOW = 0
+    SOON = 1
+    AHEAD = 2
 
 
 class Compiler(Protocol):
@@ -65,8 +76,20 @@ def processes_wanted() -> int:
     return max(1, min(MOST_PROCESSES, cores - 1 if cores > 2 else cores))
 
 
+@dataclass
+class _Job:
+    """What was asked and nobody compiles yet."""
+
+    arguments: tuple[Any, ...]
+    urgency: Urgency
+
+
 class CompilePool:
-    """Compiles in the order of asking; a hanging or dying compiler costs its own candidate only."""
+    """Compiles the most urgent first, and of those in the order of asking.
+
+    Its processes start at once, so that they are ready when the first GPU is. A hanging or dying
+    compiler costs its own candidate only.
+    """
 
     def __init__(
         self,
@@ -74,53 +97,67 @@ class CompilePool:
         processes: int | None = None,
         deadline_s: float = 60.0,
     ) -> None:
-        self._compiler, self._deadline_s = compiler, deadline_s
-        self._most = processes or processes_wanted()
-        self._asked: queue.SimpleQueue[tuple[Future[Resources], tuple] | None] = queue.SimpleQueue()
-        self._children: list[Child] = []
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._deadline_s = deadline_s
+        self._waiting: dict[Future[Resources], _Job] = {}
+        self._changed = threading.Condition()  # several searches may share a pool
         self._closed = False
+        self._children = [Child(compiler) for _ in range(processes or processes_wanted())]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(child,), daemon=True)
+            for child in self._children
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._children if child.pid is not None]
 
-    def submit(self, problems: Sequence[Problem], config: Config, gpu: Gpu) -> Future[Resources]:
+    def submit(
+        self,
+        problems: Sequence[Problem],
+        config: Config,
+        gpu: Gpu,
+        urgency: Urgency = Urgency.NOW,
+    ) -> Future[Resources]:
         """The resources to come; the future raises Failure (`compile`, `timeout`)."""
         future: Future[Resources] = Future()
-        self._asked.put((future, (tuple(problems), config, gpu)))
-        with self._lock:  # several searches may share a pool
-            if len(self._threads) < self._most and not self._closed:
-                child = Child(self._compiler)
-                thread = threading.Thread(target=self._serve, args=(child,), daemon=True)
-                self._children.append(child)
-                self._threads.append(thread)
-                thread.start()
+        with self._changed:
+            if self._closed:
+                _cancel(future)
+                return future
+            self._waiting[future] = _Job((tuple(problems), config, gpu), urgency)
+            self._changed.notify()
         return future
+
+    def hurry(self, future: Future[Resources], urgency: Urgency) -> None:
+        """It is this urgent now; nothing changes for what was as urgent or is being compiled."""
+        with self._changed:
+            job = self._waiting.get(future)
+            if job is not None and urgency < job.urgency:
+                del self._waiting[future]
+                self._waiting[future] = _Job(job.arguments, urgency)
 
     def close(self) -> None:
         """Kill every process; what was asked and not compiled is cancelled."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-        for _ in self._threads:  # all of them first: any thread may take any of these
-            self._asked.put(None)
+            self._changed.notify_all()
         for child, thread in zip(self._children, self._threads, strict=True):
             while thread.is_alive():
                 child.kill()
                 thread.join(0.05)
             child.close()
-        while not self._asked.empty():  # whoever waits for one of these waits no longer
-            asked = self._asked.get()
-            if asked is not None and asked[0].cancel():
-                asked[0].set_running_or_notify_cancel()
+        for future in self._waiting:  # whoever waits for one of these waits no longer
+            _cancel(future)
+        self._waiting.clear()
 
     def _serve(self, child: Child) -> None:
-        while not self._closed:
-            asked = self._asked.get()
-            if asked is None or self._closed:
-                return
-            future, arguments = asked
+        # what a start fails of, the first call tells, for it starts the process again
+        with contextlib.suppress(Failure, ChildError, AutoflashError):
+            child.start()
+        while (taken := self._take()) is not None:
+            future, arguments = taken
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -131,7 +168,22 @@ class CompilePool:
             except Exception as error:
                 future.set_exception(error)
 
+    def _take(self) -> tuple[Future[Resources], tuple[Any, ...]] | None:
+        """The next to compile, once there is one; None when the pool is closed."""
+        with self._changed:
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            future = min(self._waiting, key=lambda future: self._waiting[future].urgency)
+            return future, self._waiting.pop(future).arguments
+
     def _compile(self, child: Child, arguments: tuple[Any, ...]) -> Resources:
         if self._closed:  # it was this that killed the process
             raise Failure("compile", "never compiled")
         return child.call("compile", *arguments, deadline_s=self._deadline_s)
+
+
+def _cancel(future: Future[Resources]) -> None:
+    if future.cancel():
+        future.set_running_or_notify_cancel()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from threading import Condition
 
 from autoflash.child import Failure
-from autoflash.contest import Contest, first_batch
+from autoflash.contest import Contest
 from autoflash.cross import crossed
 from autoflash.desk import Desk, Stopped
 from autoflash.entrants import Entrants, Lab
@@ -48,14 +48,10 @@ class Team:
         self.lost: list[str] = []  # why each GPU that was lost was
         self._waiting: deque[Task] = deque(self._dealt())
 
-    def ask(self) -> None:
-        """Have compiled ahead what will be tried first, every problem's default before the rest."""
-        lab = self.labs[0]
-        pairs = [(e, problem) for e in self._entrants for problem in e.group.problems]
-        for entrants, problem in pairs:
-            entrants.ask([entrants.group.default(problem, lab.gpu)])
-        for entrants, problem in pairs:
-            entrants.ask(first_batch(lab, entrants, problem))
+    @property
+    def pairs(self) -> list[tuple[Entrants, Problem]]:
+        """Every problem with the entrants of its group, as they are dealt."""
+        return [(e, problem) for e in self._entrants for problem in e.group.problems]
 
     def work(self, lab: Lab) -> None:
         """Do one task after another until none is left to any GPU of the team.

@@ -9,11 +9,12 @@ from math import isfinite
 from pathlib import Path
 
 from autoflash import gpu as gpus
+from autoflash.ahead import compiled_ahead
 from autoflash.busy import Busy, busy_share
 from autoflash.cards import open_card
 from autoflash.child import Failure
 from autoflash.clocks import clock_locked
-from autoflash.contest import Contest, first_batch
+from autoflash.contest import Contest
 from autoflash.cross import cross
 from autoflash.effort import Effort, TimeLimit, effort_of
 from autoflash.entrants import Entrants, Lab
@@ -150,17 +151,27 @@ def tune(
         print(NO_GPU.format(gpu.name), file=sys.stderr, flush=True)
         return _predict(workload, replace(machine, device=None), options, gpu, db)
     limit = options.limit
-    with closing(Worker(machine.device, machine.deadlines, lambda: limit.left_s)) as worker:
-        return _measure(workload, machine, options, worker, db)
+    with (
+        Store.open(db) as store,
+        compiling(machine) as pool,
+        closing(Worker(machine.device, machine.deadlines, lambda: limit.left_s)) as worker,
+    ):
+        return _measure(workload, options, worker, pool, store)
+
+
+def compiling(machine: Machine) -> closing[CompilePool]:
+    """The machine's pool. Made before its GPUs are greeted: either takes seconds to start."""
+    compile_s = machine.deadlines.compile_s
+    return closing(CompilePool(machine.compiler, machine.compile_processes, compile_s))
 
 
 def _measure(
-    workload: Workload, machine: Machine, options: Options, worker: Worker, db: Path | None
+    workload: Workload, options: Options, worker: Worker, pool: CompilePool, store: Store
 ) -> TuneResult:
     gpu, toolchain = worker.hello()
     with (
         clocks_held(options, [worker]) as mhz,
-        _lab(workload, machine, options, worker, gpu, toolchain, db, mhz) as (lab, store, run_id),
+        _lab(workload, options, worker, pool, store, gpu, toolchain, mhz) as (lab, run_id),
     ):
         lab.progress.notice(f"{gpu.name}, {len(workload.problems)} problems, database {store.path}")
         if lab.journal.known:
@@ -191,10 +202,15 @@ def _predict(
     interpreter = partial(InterpretedDevice, gpu)
     limit = options.limit
     with (
+        Store.open(db) as store,
+        compiling(machine) as pool,
         closing(
             Worker(interpreter, INTERPRETER_DEADLINES, lambda: limit.left_s, INTERPRET)
         ) as worker,
-        _lab(workload, machine, options, worker, gpu, toolchain, db) as (lab, store, run_id),
+        _lab(workload, options, worker, pool, store, gpu, toolchain, predicted=True) as (
+            lab,
+            run_id,
+        ),
     ):
         lab.progress.notice(f"{len(workload.problems)} problems, database {store.path}")
         groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
@@ -207,20 +223,23 @@ def _search(
 ) -> tuple[list[Decision], list[tuple[Problem, str]]]:
     """Every problem's contest, group by group; then each group's finalists on its other shapes."""
     pairs = [(entrants, p) for entrants in all_entrants for p in entrants.group.problems]
-    for entrants, problem in pairs:
-        entrants.ask([entrants.group.default(problem, lab.gpu)])
-    if lab.limit.finite:
-        _time_defaults(lab, pairs)
-    for entrants, problem in pairs:
-        entrants.ask(first_batch(lab, entrants, problem))
+    with compiled_ahead(lab, pairs):
+        if lab.limit.finite:
+            _time_defaults(lab, pairs)
+        return _contests(lab, all_entrants, len(pairs))
+
+
+def _contests(
+    lab: Lab, all_entrants: Sequence[Entrants], problems: int
+) -> tuple[list[Decision], list[tuple[Problem, str]]]:
     decisions: list[Decision] = []
     undecided: list[tuple[Problem, str]] = []
     for entrants in all_entrants:
         of_group = []
         for problem in entrants.group.problems:
             number = len(decisions) + len(undecided) + len(of_group)
-            lab.progress.begin(problem, number + 1, len(pairs))
-            decision, why = decide(lab, entrants, problem, len(pairs) - number)
+            lab.progress.begin(problem, number + 1, problems)
+            decision, why = decide(lab, entrants, problem, problems - number)
             lab.progress.decided(problem, decision, why)
             if decision:
                 of_group.append(decision)
@@ -255,21 +274,17 @@ def decide(
 @contextmanager
 def _lab(
     workload: Workload,
-    machine: Machine,
     options: Options,
     worker: Worker,
+    pool: CompilePool,
+    store: Store,
     gpu: Gpu,
     toolchain: Toolchain,
-    db: Path | None,
     locked_mhz: int = 0,
-) -> Iterator[tuple[Lab, Store, int]]:
+    predicted: bool = False,
+) -> Iterator[tuple[Lab, int]]:
     """What the search works with, and its run in the database, ended with its outcome."""
-    deadline_s = machine.deadlines.compile_s
-    with (
-        Store.open(db) as store,
-        closing(CompilePool(machine.compiler, machine.compile_processes, deadline_s)) as pool,
-        closing(progress_for(gpu, options.budget_s)) as progress,
-    ):
+    with closing(progress_for(gpu, options.budget_s)) as progress:
         run_id = start_run(store, gpu, toolchain, workload, options, locked_mhz)
         lab = Lab(
             worker=worker,
@@ -281,11 +296,11 @@ def _lab(
             seed=options.seed,
             strategy=options.strategy,
             progress=progress,
-            source="measured" if machine.device else "predicted",
+            source="predicted" if predicted else "measured",
         )
         outcome = "failed"
         try:
-            yield lab, store, run_id
+            yield lab, run_id
             outcome = "budget" if options.limit.over or options.limit.cut else "finished"
         except KeyboardInterrupt:
             outcome = "interrupted"

@@ -24,9 +24,15 @@ from autoflash.config import Config
 from autoflash.gpu import DEFAULT_TARGET, known
 from autoflash.model import predicted_us
 from autoflash.problem import Problem, title
+from autoflash.promise import by_promise
 from autoflash.records import Decision, Resources
 from autoflash.search.recorded import Recorded, read_table, recorded_from, write_table
-from autoflash.search.replay import compared, rank_correlation
+from autoflash.search.replay import (
+    compared,
+    default_first,
+    rank_correlation,
+    slowest_first,
+)
 from autoflash.store import Store
 from autoflash.tune import PROTOCOL, TuneResult, tune
 from autoflash.worker import Deadlines, Worker
@@ -68,12 +74,12 @@ def replay_table(table: Path) -> None:
     """How often the strategies come near the best of the table, by trials."""
     recorded = read_table(table)
     print(f"{len(recorded)} problems, {len(SEEDS)} seeds")
-    print(f"{'start':8} {'strategy':12} {'trials':>6} {'1 %':>6} {'5 %':>6} {'worst':>6}")
-    for start in ("default", "slowest"):
-        for name in ("random", "hill_climb"):
-            for row in compared(recorded, name, TRIALS, SEEDS, start):
+    print(f"{'order':8} {'strategy':12} {'trials':>6} {'1 %':>6} {'5 %':>6} {'worst':>6}")
+    for told, order in ORDERS.items():
+        for name in ("random", "promising", "hill_climb"):
+            for row in compared(recorded, name, TRIALS, SEEDS, order):
                 print(
-                    f"{start:8} {name:12} {row.trials:6} {row.within_1_percent:6.3f} "
+                    f"{told:8} {name:12} {row.trials:6} {row.within_1_percent:6.3f} "
                     f"{row.within_5_percent:6.3f} {row.worst:6.3f}"
                 )
     for op in ("prefill", "decode"):
@@ -85,6 +91,14 @@ def replay_table(table: Path) -> None:
                 f"rank correlation of predicted and measured times, {op}, resources {told}: "
                 f"mean {mean(found):.2f}, {min(found):.2f} to {max(found):.2f}"
             )
+
+
+def _by_promise(recorded: Recorded) -> list[Config]:
+    """As a search orders candidates before anything is compiled."""
+    return by_promise(default_first(recorded), recorded.problem, known(DEFAULT_TARGET), [], {}, {})
+
+
+ORDERS = {"default": default_first, "promise": _by_promise, "slowest": slowest_first}
 
 
 def _rank_correlation(recorded: Recorded, compiled: bool) -> float:

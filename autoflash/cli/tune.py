@@ -54,7 +54,7 @@ def tune(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs, samples and orders.")] = 0,
     strategy: Annotated[
-        Literal["auto", "exhaustive", "hill_climb", "random"],
+        Literal["auto", "exhaustive", "promising", "hill_climb", "random"],
         typer.Option(help="Which candidates are tried."),
     ] = "auto",
     dry_run: Annotated[

@@ -1,6 +1,6 @@
 """Replay: a strategy run on a recorded table, as if on the GPU that it was measured on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import mean
@@ -18,11 +18,23 @@ class Compared:
     """What a strategy found with so many trials: shares of replays, and the worst loss of all."""
 
     strategy: str
-    start: str
     trials: int
     within_1_percent: float
     within_5_percent: float
     worst: float
+
+
+Order = Callable[[Recorded], Sequence[Config]]  # a table's configs as a strategy is given them
+
+
+def default_first(recorded: Recorded) -> list[Config]:
+    """The default, and no word on which of the others are better."""
+    return _first(recorded, recorded.default)
+
+
+def slowest_first(recorded: Recorded) -> list[Config]:
+    """As if nothing were known."""
+    return _first(recorded, max(recorded.timed, key=lambda c: recorded.timed[c].median_us))
 
 
 def compared(
@@ -30,24 +42,22 @@ def compared(
     strategy: str,
     trials: Iterable[int],
     seeds: Sequence[int],
-    start: str = "default",
+    order: Order = default_first,
 ) -> list[Compared]:
     """A row for each number of trials, over every problem and seed.
 
-    The loss is that of the best config tried, by its recorded time. `start` is the only config
-    known at first: the default, or the slowest, which is as if nothing were known.
+    The loss is that of the best config tried, by its recorded time.
     """
     rows = []
     for most in trials:
         losses = []
         for recorded in table:
-            first = recorded.default if start == "default" else _slowest(recorded)
-            order = [first, *sorted(config for config in recorded.timed if config != first)]
+            ordered = order(recorded)
             for seed in seeds:
-                tried = replay(recorded, STRATEGIES[strategy], most, seed, order)
+                tried = replay(recorded, STRATEGIES[strategy], most, seed, ordered)
                 losses.append(min(recorded.loss(config) for config in tried))
         within_1, within_5 = (mean(loss <= share for loss in losses) for share in (0.01, 0.05))
-        rows.append(Compared(strategy, start, most, within_1, within_5, max(losses)))
+        rows.append(Compared(strategy, most, within_1, within_5, max(losses)))
     return rows
 
 
@@ -89,5 +99,5 @@ def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
     return (np.cumsum(count) - (count + 1) / 2)[place]
 
 
-def _slowest(recorded: Recorded) -> Config:
-    return max(recorded.timed, key=lambda config: recorded.timed[config].median_us)
+def _first(recorded: Recorded, first: Config) -> list[Config]:
+    return [first, *sorted(config for config in recorded.timed if config != first)]

@@ -10,6 +10,7 @@ import torch
 from planted_device import HELD_BYTES, PlantedDevice
 
 from autoflash.child import Child, Failure
+from autoflash.effort import EFFORTS
 from autoflash.families import family_of
 from autoflash.gpu import detect
 from autoflash.groups import groups_of
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 PROBLEM = Problem("prefill", "bf16", 1, 4, 4, 128, 512, 512)  # case B01
 DECODE = Problem("decode", "bf16", 4, 8, 2, 128, 1, 2048, page_size=16)
-QUICK = 24
+QUICK = EFFORTS["quick"].max_candidates
 FAULTS = {
     "out_of_bounds": "runtime",
     "hang": "timeout",

@@ -98,11 +98,14 @@ class HerePool:
     def __init__(self, calls, compiler, processes, deadline_s):
         self._calls, self._compiler = calls, FakeCompiler()
 
-    def submit(self, problems, config, gpu):
+    def submit(self, problems, config, gpu, urgency):
         self._calls.note(self._calls.compiled, gpu, tuple(problems), config)
         future = Future()
         future.set_result(self._compiler.compile(problems, config, gpu))
         return future
+
+    def hurry(self, future, urgency):
+        pass
 
     def close(self):
         pass
@@ -112,7 +115,7 @@ def in_this_process(monkeypatch):
     """The calls to come of a search whose workers and compilers are objects."""
     calls = Calls()
     monkeypatch.setattr("autoflash.fleet.Worker", HereWorker)
-    monkeypatch.setattr("autoflash.fleet.CompilePool", partial(HerePool, calls))
+    monkeypatch.setattr("autoflash.tune.CompilePool", partial(HerePool, calls))
     return calls
 
 

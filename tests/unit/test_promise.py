@@ -91,6 +91,9 @@ def test_what_a_compile_told_replaces_the_guess():
     assert by_promise(CANDIDATES, PROBLEM, H200, [], {}, spilling)[-1] == unknown[1]
 
 
+FEW = replace(EFFORTS["quick"], max_candidates=len(CANDIDATES) // 2)
+
+
 def proposals(
     winners=(), tried=(), strategy="auto", effort=EFFORTS["standard"], times=None, group=GROUP
 ):
@@ -109,14 +112,23 @@ def test_a_contest_begins_with_what_nearest_shapes_won_and_tries_no_others_for_i
     defaults = GROUP.defaults(PROBLEM, H200)
     assert proposals(winners)[: len(defaults) + 1] == [*defaults, OTHERS[-1]]
     assert sorted(proposals(winners)) == sorted(proposals()) == sorted(CANDIDATES)
-    climb = proposals(winners, strategy="hill_climb", effort=EFFORTS["quick"])
+    climb = proposals(winners, strategy="hill_climb", effort=FEW)
     assert climb[: len(defaults) + 1] == [*defaults, OTHERS[-1]] and len(climb) < len(CANDIDATES)
 
 
+def test_what_a_quick_search_tries_is_known_before_anything_is_measured():
+    """So the pool compiles ahead of the GPU; a climb would wait for compilers at every step."""
+    winners = [winner_of(prefill_of(seqlen_q=600), OTHERS[-1])]
+    for strategy in ("auto", "promising"):
+        batch = proposals(winners, strategy=strategy, effort=FEW)
+        assert len(batch) == FEW.max_candidates and OTHERS[-1] in batch
+    assert len(proposals(winners, strategy="hill_climb", effort=FEW)) < FEW.max_candidates
+
+
 def test_a_search_that_an_earlier_run_has_spent_its_effort_on_tries_nothing_new():
-    earlier = CANDIDATES[: EFFORTS["quick"].max_candidates]
-    assert proposals(tried=earlier, effort=EFFORTS["quick"]) == earlier
-    assert proposals(tried=earlier[1:], effort=EFFORTS["quick"]) != earlier
+    earlier = CANDIDATES[: FEW.max_candidates]
+    assert proposals(tried=earlier, effort=FEW) == earlier
+    assert proposals(tried=earlier[1:], effort=FEW) != earlier
 
 
 def test_a_groups_first_shape_is_searched_and_the_next_ones_climb_from_what_was_fast_there():

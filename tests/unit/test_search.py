@@ -5,9 +5,10 @@ import pytest
 from autoflash.config import Config
 from autoflash.effort import EFFORTS, TimeLimit, effort_of
 from autoflash.errors import AutoflashError
-from autoflash.search import STRATEGIES, strategy_for
+from autoflash.search import CLIMB_FROM, STRATEGIES, likely_next, strategy_for
 from autoflash.search.exhaustive import exhaustive
 from autoflash.search.hill_climb import hill_climb, neighbours
+from autoflash.search.promising import promising
 from autoflash.search.random import random
 
 CONFIGS = [Config.of("prefill", {"BLOCK_M": i}) for i in range(300)]
@@ -54,7 +55,41 @@ def test_random_of_more_than_there_are_proposes_all():
 def test_auto_is_exhaustive_up_to_two_hundred_candidates():
     assert strategy_for("auto", 200, 1000) is exhaustive
     assert strategy_for("auto", 201, 1000) is hill_climb
-    assert strategy_for("auto", 100, 24) is hill_climb  # more than the effort allows
+    assert strategy_for("auto", 24, 24) is exhaustive
+
+
+def test_auto_climbs_only_where_the_effort_has_trials_enough_for_many_steps():
+    assert strategy_for("auto", 150, CLIMB_FROM) is hill_climb
+    assert strategy_for("auto", 150, CLIMB_FROM - 1) is promising
+
+
+def test_promising_proposes_in_one_batch_the_first_and_a_sample_of_the_rest():
+    (batch,) = list(promising(CONFIGS, 24, 0))
+    assert batch[:16] == CONFIGS[:16]
+    assert len(batch) == len(set(batch)) == 24
+    assert batch[16:] == [config for config in CONFIGS if config in set(batch[16:])]
+
+
+def test_promising_draws_its_sample_by_the_seed_alone():
+    default, *others = CONFIGS
+    (one,), (same,) = promising(CONFIGS, 24, 1), promising(CONFIGS, 24, 1)
+    (other,) = promising(CONFIGS, 24, 2)
+    assert one == same != other and one[:16] == other[:16]
+    turned = [default, *others[:15], *others[:14:-1]]  # the unpromising in another order
+    (drawn,) = promising(turned, 24, 1)
+    assert set(drawn) == set(one)
+
+
+def test_promising_of_more_than_there_are_proposes_all():
+    assert list(promising(CONFIGS[:10], 24, 0)) == [CONFIGS[:10]]
+
+
+def test_only_a_climb_has_candidates_that_are_likely_to_be_next():
+    best = grid_config(64, 16)
+    likely = set(likely_next("hill_climb", 24, best, GRID))
+    assert likely == set(neighbours(best, GRID))
+    for name in ("exhaustive", "promising", "random", "auto"):
+        assert not likely_next(name, 24, best, GRID)
 
 
 def grid_config(block_m, block_n, load="pointer"):
@@ -140,7 +175,7 @@ def test_every_strategy_proposes_the_default_first():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(AutoflashError, match="known are auto, exhaustive, hill_climb, random"):
+    with pytest.raises(AutoflashError, match="known are auto, exhaustive, promising, hill_climb"):
         strategy_for("anneal", 1, 1)
     with pytest.raises(AutoflashError, match="known are quick, standard, max"):
         effort_of("extreme")

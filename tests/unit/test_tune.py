@@ -25,7 +25,7 @@ from autoflash.workload import Workload
 PROBLEM = Problem("prefill", "bf16", 1, 4, 4, 128, 512, 512)
 LONGER = Problem("prefill", "bf16", 1, 4, 4, 128, 2048, 2048)
 DECODE = Problem("decode", "bf16", 8, 8, 2, 64, 1, 1024)
-QUICK = 24
+QUICK = EFFORTS["quick"].max_candidates
 
 
 def workload(*problems):

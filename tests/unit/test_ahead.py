@@ -1,0 +1,138 @@
+"""What is compiled ahead of the GPU: every problem's first trials, and a climb's likely next."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from threading import Event, Timer
+from types import SimpleNamespace
+
+import pytest
+from fake_device import GPU, FakeCompiler, FakeDevice, machine
+from fake_fleet import HereWorker
+from test_tune import DECODE, LONGER, PROBLEM, QUICK, search
+
+from autoflash.ahead import compiled_ahead
+from autoflash.groups import groups_of
+from autoflash.pool import Urgency
+from autoflash.search.hill_climb import neighbours
+
+
+class Asked:
+    """A pool that compiles a binary when it is urgent, and notes what was asked how urgently."""
+
+    def __init__(self, *_):
+        self.urgencies, self._jobs = {}, {}
+
+    def submit(self, problems, config, gpu, urgency):
+        future = Future()
+        self._jobs[future] = (problems, config, gpu)
+        self.hurry(future, urgency)
+        return future
+
+    def hurry(self, future, urgency):
+        _, config, _ = asked = self._jobs[future]
+        self.urgencies.setdefault(config, []).append(urgency)
+        if urgency == Urgency.NOW and not future.done():
+            future.set_result(FakeCompiler().compile(*asked))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    pool = Asked()
+    monkeypatch.setattr("autoflash.tune.CompilePool", lambda *_: pool)
+    monkeypatch.setattr("autoflash.tune.Worker", HereWorker)
+    return pool
+
+
+def fake(times):
+    return replace(machine(), device=partial(FakeDevice, {}, times))
+
+
+def test_the_last_problems_trials_are_asked_for_while_the_first_candidate_is_checked(
+    pool, tmp_path
+):
+    seen = []
+
+    class Busy(FakeDevice):
+        def check(self, problem, config, seed):
+            end = time.monotonic() + 10
+            while not seen and time.monotonic() < end:
+                time.sleep(0.01)
+                asked = [config for config in list(pool.urgencies) if config.family == "decode"]
+                seen.extend(asked if len(asked) > QUICK // 2 else [])  # some share a binary
+            return super().check(problem, config, seed)
+
+    busy = replace(machine(), device=Busy)
+    search(tmp_path / "tune.db", busy, PROBLEM, LONGER, DECODE, strategy="promising")
+    assert seen
+
+
+def test_a_climb_asks_for_the_neighbours_of_every_new_best_before_its_step_ends(pool, tmp_path):
+    (group,), _ = groups_of([DECODE], GPU)
+    candidates = group.candidates(DECODE, GPU)
+    best = candidates[0]
+    times = dict.fromkeys(candidates, 100.0) | {best: 50.0}
+    search(tmp_path / "tune.db", fake(times), DECODE, strategy="hill_climb")
+    near = neighbours(best, candidates)
+    asked = {c: u for c, u in pool.urgencies.items() if c in near}
+    assert asked and all(Urgency.SOON in urgencies for urgencies in asked.values())
+    first = [urgencies[0] for urgencies in asked.values()]
+    assert Urgency.NOW not in first
+
+
+def lab_and_entrants(ask):
+    journal = SimpleNamespace(winners=[], tried=lambda *_: False, times=lambda _: {})
+    lab = SimpleNamespace(
+        gpu=GPU,
+        effort=SimpleNamespace(max_candidates=8),
+        strategy="promising",
+        seed=0,
+        journal=journal,
+    )
+    (group,), _ = groups_of([PROBLEM], GPU)
+    return lab, SimpleNamespace(group=group, resources={}, ask=ask)
+
+
+def test_every_default_is_asked_for_before_any_problems_other_candidates():
+    batches = []
+    lab, entrants = lab_and_entrants(batches.append)
+    with compiled_ahead(lab, [(entrants, PROBLEM), (entrants, LONGER)]):
+        while len(batches) < 4:
+            time.sleep(0.01)
+    default, other, *rest = batches
+    assert len(default) == len(other) == 1
+    assert [len(batch) for batch in rest] == [8, 8]
+
+
+def test_nothing_more_is_asked_once_the_search_is_over():
+    reached, go_on, batches = Event(), Event(), []
+
+    def ask(configs):
+        batches.append(configs)
+        if len(configs) > 1:
+            reached.set()
+            go_on.wait(60)
+
+    lab, entrants = lab_and_entrants(ask)
+    timer = Timer(0.5, go_on.set)
+    with compiled_ahead(lab, [(entrants, PROBLEM)] * 3):
+        reached.wait(60)
+        timer.start()
+    assert [len(batch) for batch in batches] == [1, 1, 1, 8]
+
+
+def test_what_goes_wrong_ahead_is_raised_in_the_end_and_hides_no_other_error():
+    def ask(configs):
+        if len(configs) > 1:
+            raise ZeroDivisionError
+
+    lab, entrants = lab_and_entrants(ask)
+    pairs = [(entrants, PROBLEM)]
+    with pytest.raises(ZeroDivisionError), compiled_ahead(lab, pairs):
+        pass
+    with pytest.raises(KeyError), compiled_ahead(lab, pairs):
+        raise KeyError
