@@ -82,4 +82,6 @@ def _kernels_of(problem: Problem) -> Problem:
         seqlen_k=1,
         lengths="equal",
         pages="",
+        window_left=min(p.window_left, 0),  # bounded or not
+        window_right=min(p.window_right, 1),  # 0 would be causal
     )

@@ -1,14 +1,18 @@
 """Seeded inputs of a problem: random values, tables of pages, ragged lengths, poisoned slots."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from autoflash.problem import Problem
 from autoflash.quantised import QUANTISED_DTYPES, dequantised, quantised, spoil
+from autoflash.runtime.modifiers import Modifiers
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_TORCH_DTYPES = {**TORCH_DTYPES, **QUANTISED_DTYPES}
+SOFTCAP = 2.0  # low enough that random scores feel it
 POISON_PAGE = 2**30  # an id that must never be dereferenced
 
 
@@ -19,7 +23,9 @@ class Inputs:
     Prefill: q, k, v in the problem's layout. Decode: q is (batch, seqlen_q, num_heads, head_dim),
     k and v are the caches in the problem's kv_layout; `cache_seqlens` is (batch,) int32 and
     `block_table` (batch, max_pages) int32 when paged. The scales of quantised caches are fp32, of
-    (batch, num_kv_heads), or per token of a cache's shape without head_dim.
+    (batch, num_kv_heads), or per token of a cache's shape without head_dim. `softcap` 0.0 is off;
+    `alibi_slopes` are fp32 (batch, num_heads), `bias` broadcasts to (batch, num_heads, seqlen_q,
+    seqlen_k), `sinks` are (num_heads,).
     """
 
     problem: Problem
@@ -30,6 +36,16 @@ class Inputs:
     block_table: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def modifiers(self) -> Modifiers:
+        """As prefill() takes them."""
+        p = self.problem
+        return Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
 
     def sequence(self, b: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sequence `b` gathered: q (num_heads, seqlen_q, head_dim), k and v (kv heads, keys, d).
@@ -135,7 +151,8 @@ def make_inputs(
 
         q = tensor(p.seqlen_q, p.num_heads, p.head_dim)
         k = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim)
-        return Inputs(p, q, k, tensor(p.seqlen_k, p.num_kv_heads, p.head_dim_v))
+        v = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim_v)
+        return Inputs(p, q, k, v, **_modifiers(p, normal, device))
     q = normal(p.batch, p.seqlen_q, p.num_heads, p.head_dim)
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))
     block_table = None
@@ -169,6 +186,26 @@ def make_inputs(
             columns = torch.arange(block_table.shape[1], device=device)
             block_table = block_table.masked_fill(columns[None] >= used[:, None], POISON_PAGE)
     return Inputs(p, q, k, v, cache_seqlens, block_table, k_scale, v_scale)
+
+
+def _modifiers(
+    problem: Problem, normal: Callable[..., torch.Tensor], device: str | torch.device
+) -> dict[str, Any]:
+    """The modifiers of a prefill. Slopes are those of ALiBi, steeper from sequence to sequence.
+
+    A bias is the same for all sequences, as one of relative positions is.
+    """
+    p = problem
+    made: dict[str, Any] = {"softcap": SOFTCAP if p.softcap else 0.0}
+    if p.alibi:
+        heads = torch.arange(1, p.num_heads + 1, device=device, dtype=torch.float32)
+        steeper = 1 + torch.arange(p.batch, device=device) / p.batch
+        made["alibi_slopes"] = steeper[:, None] * 2 ** (-8 * heads / p.num_heads)
+    if p.bias:
+        made["bias"] = normal(1, p.num_heads, p.seqlen_q, p.seqlen_k)
+    if p.sinks:
+        made["sinks"] = normal(p.num_heads).float()
+    return made
 
 
 def _page_ids(problem: Problem, width: int, seed: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from autoflash.runtime.problem import PAGES, Problem, ProblemError
+from autoflash.runtime.problem import MODIFIERS, PAGES, Problem, ProblemError
 
 __all__ = ["Problem", "ProblemError", "Variant", "title"]
 
@@ -14,6 +14,11 @@ class Variant:
     family: str
     op: str
     causal: bool = False
+    window: bool = False  # causal is a place of its right edge
+    softcap: bool = False
+    alibi: bool = False
+    bias: bool = False
+    sinks: bool = False
     paged: bool = False
     queries: bool = False  # several query tokens a sequence
     quantised: bool = False
@@ -23,6 +28,21 @@ class Variant:
     def head_scales(self) -> bool:
         """Whether a scale is for a KV head, or for all of them: for more than one token."""
         return self.quantised and not self.token_scales
+
+    @property
+    def modifiers(self) -> tuple[str, ...]:
+        """What its kernels take beside the plain one's arguments."""
+        return tuple(name for name in ("window", *MODIFIERS) if getattr(self, name))
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are more than products times a scale."""
+        return self.softcap or self.alibi or self.bias
+
+    @property
+    def has_boundary(self) -> bool:
+        """Whether tiles of keys may be seen in part however the lengths fall."""
+        return self.causal or self.window
 
     @property
     def name(self) -> str:
@@ -43,6 +63,8 @@ def title(problem: Problem) -> str:
         parts[0] += " causal" if p.causal else " full"
         parts.append(f"{p.seqlen_q} queries" if p.seqlen_q != p.seqlen_k else "")
         parts.append(f"{p.seqlen_k} keys")
+        parts.append(f"window {p.window_left}, {p.window_right}" if p.windowed else "")
+        parts += p.modifiers
         parts.append(p.layout if p.layout != "bshd" else "")
     else:
         parts.append(f"{p.seqlen_q} queries" if p.seqlen_q > 1 else "")

@@ -7,6 +7,7 @@ import torch
 
 from autoflash.inputs import TORCH_DTYPES, Inputs
 from autoflash.problem import Problem
+from autoflash.runtime.modifiers import modifiers_of
 
 Row = tuple[int, int, int]  # sequence, query head, query
 ROWS_AT_ONCE = 2048  # bounds the fp64 score matrix of a long sequence
@@ -17,8 +18,8 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in fp64: `out` in the query's layout and `lse` (batch, num_heads, seqlen_q).
 
-    `lse` is the natural logarithm of the sum of exponentials of the scaled scores. Rows with no
-    visible key have `out` 0 and `lse` -inf.
+    `lse` is the natural logarithm of the sum of exponentials of the final scores, the sink's among
+    them. Rows with no visible key have `out` 0 and `lse` -inf, or the sink.
     """
     return _attention(inputs, softmax_scale, torch.float64, None)
 
@@ -54,12 +55,21 @@ def eager_rows(
 
 
 def visible(problem: Problem, rows: torch.Tensor, keys: int) -> torch.Tensor:
-    """(rows, keys) booleans: row i sits at p = i + keys - seqlen_q and sees j <= p if causal."""
-    columns = torch.arange(keys, device=rows.device)
+    """(rows, keys) booleans: whether key j is in the window of row i at p = i + keys - seqlen_q."""
+    after = _places_after(problem, rows, keys)
+    seen = torch.ones_like(after, dtype=torch.bool)
+    left, right = problem.window
+    if left >= 0:
+        seen &= after >= -left
+    if right >= 0:
+        seen &= after <= right
+    return seen
+
+
+def _places_after(problem: Problem, rows: torch.Tensor, keys: int) -> torch.Tensor:
+    """(rows, keys): how far behind its query's position a key stands; negative before it."""
     position = rows + keys - problem.seqlen_q
-    if problem.causal:
-        return columns[None, :] <= position[:, None]
-    return torch.ones(len(rows), keys, dtype=torch.bool, device=rows.device)
+    return torch.arange(keys, device=rows.device)[None, :] - position[:, None]
 
 
 def _attention(
@@ -74,7 +84,7 @@ def _attention(
         q, k, v = (t.to(compute) for t in inputs.sequence(b))
         k, v = (t.repeat_interleave(problem.group_size, dim=0) for t in (k, v))
         chunks = [
-            _rows(problem, rows, q, k, v, softmax_scale, p_dtype)
+            _rows(inputs, b, slice(None), rows, q, k, v, softmax_scale, p_dtype)
             for rows in torch.arange(problem.seqlen_q, device=q.device).split(ROWS_AT_ONCE)
         ]
         outs.append(torch.cat([out for out, _ in chunks], dim=1))
@@ -99,14 +109,17 @@ def _picked_rows(
             one = (q[head : head + 1], k[kv_head : kv_head + 1], v[kv_head : kv_head + 1])
             row = torch.tensor([i], device=q.device)
             one_q, one_k, one_v = (t.to(compute) for t in one)
-            out, lse = _rows(problem, row, one_q, one_k, one_v, softmax_scale, p_dtype)
+            heads, one = slice(head, head + 1), (one_q, one_k, one_v)
+            out, lse = _rows(inputs, b, heads, row, *one, softmax_scale, p_dtype)
             outs.append(out[0, 0])
             lses.append(lse[0, 0])
     return torch.stack(outs), torch.stack(lses)
 
 
 def _rows(
-    problem: Problem,
+    inputs: Inputs,
+    b: int,
+    heads: slice,
     rows: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -114,12 +127,21 @@ def _rows(
     softmax_scale: float | None,
     p_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` (num_heads, rows, head_dim_v) and `lse` (num_heads, rows) of some query rows."""
+    """`out` (heads, rows, head_dim_v) and `lse` (heads, rows) of some rows of sequence `b`.
+
+    q, k and v are those of the `heads` alone.
+    """
+    problem = inputs.problem
     scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
     product = _product_in_order if p_dtype == torch.float32 else torch.matmul
     scores = product(q[:, rows], k.transpose(1, 2)) * scale
+    scores = _modified(inputs, b, heads, rows, scores)
     scores = scores.masked_fill(~visible(problem, rows, k.shape[1]), float("-inf"))
-    if not k.shape[1]:
+    if inputs.sinks is not None:  # a key that all see and whose v is 0
+        sink = inputs.sinks[heads, None, None].to(scores.dtype)
+        scores = torch.cat([scores, sink.expand(-1, len(rows), 1)], dim=2)
+        v = torch.cat([v, v.new_zeros(v.shape[0], 1, v.shape[2])], dim=1)
+    if not scores.shape[2]:
         shape = (q.shape[0], len(rows))
         return q.new_zeros(*shape, v.shape[2]), q.new_full(shape, float("-inf"))
     lse = scores.logsumexp(dim=2)
@@ -129,6 +151,22 @@ def _rows(
     if p_dtype is not None:
         p = p.to(p_dtype).to(v.dtype)
     return product(p, v) / total.masked_fill(total == 0, 1.0), lse
+
+
+def _modified(
+    inputs: Inputs, b: int, heads: slice, rows: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Scaled scores (heads, rows, keys) of sequence `b` capped, then biased."""
+    if inputs.softcap:
+        scores = inputs.softcap * (scores / inputs.softcap).tanh()
+    if inputs.alibi_slopes is not None:
+        slopes = inputs.alibi_slopes[b, heads, None, None].to(scores.dtype)
+        scores = scores - slopes * _places_after(inputs.problem, rows, scores.shape[2]).abs()
+    if inputs.bias is not None:
+        whole = modifiers_of(inputs.problem, inputs.modifiers).bias
+        assert whole is not None
+        scores = scores + whole[b, heads][:, rows].to(scores.dtype)
+    return scores
 
 
 def _product_in_order(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

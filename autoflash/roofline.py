@@ -29,16 +29,29 @@ class Floor:
 
 def visible_pairs(problem: Problem) -> int:
     """Query-key pairs that are visible, summed over the batch, for one head."""
+    rows, (left, right) = problem.seqlen_q, problem.window
     total = 0
     for keys in sequence_lengths(problem):
-        rows, offset = problem.seqlen_q, keys - problem.seqlen_q
-        if not problem.causal:
-            total += rows * keys
-            continue
-        first = max(0, -offset)  # rows before it see no key
-        low, high = first + offset + 1, rows + offset
-        total += (low + high) * (rows - first) // 2 if rows > first else 0
+        position = keys - rows  # of the first query
+        end = _clamped_sum(position + right + 1, rows, keys) if right >= 0 else rows * keys
+        total += end - (_clamped_sum(position - left, rows, keys) if left >= 0 else 0)
     return total
+
+
+def _clamped_sum(first: int, count: int, top: int) -> int:
+    """The sum of first, first + 1, ... (`count` of them), each put between 0 and `top`."""
+
+    def below(end: int) -> int:  # of all from 0 up to `end`
+        ramp = min(max(end, 0), top)
+        return ramp * (ramp - 1) // 2 + top * max(end - top, 0)
+
+    return below(first + count) - below(first)
+
+
+def _seen_keys(problem: Problem, keys: int) -> int:
+    """Keys of a sequence of `keys` that some query of it sees."""
+    left, _ = problem.window
+    return keys if left < 0 else min(keys, problem.seqlen_q + left)
 
 
 def floor(problem: Problem, gpu: Gpu) -> Floor:
@@ -46,12 +59,15 @@ def floor(problem: Problem, gpu: Gpu) -> Floor:
     p = problem
     flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
     first, *others = sequence_lengths(p)
-    keys = first + sum(max(0, keys - shared_tokens(p)) for keys in others)  # each once
+    seen = (max(0, keys - shared_tokens(p)) for keys in others)  # each once
+    keys = sum(_seen_keys(p, each) for each in (first, *seen))
     scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
     row = (p.head_dim + p.head_dim_v) * p.kv_dtype_bytes + scales
     cache = keys * p.num_kv_heads * row
     rows = p.batch * p.seqlen_q * p.num_heads
-    moved = cache + rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])
+    bias = visible_pairs(p) // p.batch * p.num_heads * p.dtype_bytes if p.bias else 0
+    q_and_out = p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype]
+    moved = cache + bias + rows * q_and_out
     if not (gpu.dram_gbps and gpu.tflops_16bit):
         return Floor(flops, moved, 0.0, "memory" if p.op == "decode" else "compute")
     # fp32 products run as fp32 on the ordinary cores: a sixteenth of the 16-bit tensor rate

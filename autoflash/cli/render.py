@@ -52,7 +52,7 @@ def _switched(op: str, causal: bool, paged: bool, family: str | None) -> "Varian
     from autoflash.gpu import DEFAULT_TARGET, known
 
     chosen = family_of(family or next(each.name for each in FAMILIES.values() if each.op == op))
-    problem = sample(op, causal, paged)
+    problem = sample(op, causal=causal, paged=paged)
     reason = chosen.unsupported(problem, known(DEFAULT_TARGET))
     if reason:
         raise UnsupportedError(f"family {chosen.name}: {reason}")

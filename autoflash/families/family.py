@@ -8,6 +8,7 @@ from typing import Any
 from autoflash.config import Config, Knob, grid
 from autoflash.gpu import DEFAULT_TARGET, Gpu, known
 from autoflash.problem import Problem, Variant
+from autoflash.runtime.problem import MODIFIERS
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,16 @@ def space(family: Family, problem: Problem, gpu: Gpu) -> Iterator[tuple[Config, 
 
 def sample(
     op: str,
-    causal: bool = False,
     paged: bool = False,
     queries: bool = False,
     kv_scales: str = "",
+    window: bool = False,
+    **switches: bool,
 ) -> Problem:
-    """A small problem with these switches, for asking what does not depend on its shape."""
+    """A small problem with these switches, for asking what does not depend on its shape.
+
+    `switches` are the fields of Problem that are switches themselves.
+    """
     return Problem(
         op=op,
         dtype="bf16",
@@ -63,18 +68,23 @@ def sample(
         head_dim=64,
         seqlen_q=2 if queries else 1,
         seqlen_k=64,
-        causal=causal,
         page_size=16 if paged else 0,
         kv_dtype="int8" if kv_scales else "",
         kv_scales=kv_scales,
+        window_left=16 if window else -1,
+        **{"causal": False, **switches},
     )
 
 
 def samples(family: Family) -> list[Problem]:
     """A small problem for each setting of the switches that the family serves."""
-    booleans = product((False, True), repeat=3)
-    settings = product(booleans, ("", "tensor", "token"))
-    every = [sample(family.op, *on, kv_scales=scales) for on, scales in settings]
+    names = ("paged", "queries", "causal", "window", *MODIFIERS)
+    every = []
+    for on in product((False, True), repeat=len(names)):
+        switches = dict(zip(names, on, strict=True))
+        if switches["alibi"] and switches["bias"]:
+            continue  # they exclude each other
+        every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
 

@@ -16,8 +16,10 @@ from autoflash.runtime.validity import (
 PARTS = (
     "triton_header.py.jinja",
     "prefill/tiles.py.jinja",
+    "prefill/modifiers.py.jinja",
     "prefill/kernel.py.jinja",
     "prefill/plan.py.jinja",
+    "prefill/plan_modified.py.jinja",
 )
 
 HEAD_GROUP_MIB = Knob("HEAD_GROUP_MIB", (4, 24, 1), compiled=False)
@@ -39,7 +41,7 @@ MAX_LIVE, MAX_LIVE_FMA = 160, 34
 
 
 def variant(problem: Problem) -> Variant:
-    return Variant(family="prefill", op="prefill", causal=problem.causal)
+    return Variant("prefill", "prefill", **dict.fromkeys(problem.switches, True))
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .problem import Problem, ProblemError
 from .scales import QUANTISED_ARGUMENTS, Scale, scales_granularity
 
@@ -22,7 +23,12 @@ def refuse_arguments(function: str, **given: Any) -> None:
 
 
 def prefill_problem(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, layout: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    layout: str,
+    modifiers: Modifiers = NO_MODIFIERS,
 ) -> Problem:
     """The problem these tensors pose. Raises ProblemError naming the argument that does not fit."""
     _check_tensors("prefill", q, k=k, v=v)
@@ -45,6 +51,9 @@ def prefill_problem(
         seqlen_k=k.shape[tokens],
         causal=causal,
         layout=layout,
+        **modifier_fields(
+            "prefill", modifiers, q, q.shape[heads], q.shape[tokens], k.shape[tokens]
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from .arguments import (
 )
 from .device import Device, device_of
 from .launch import Launch, run_plan
+from .modifiers import Modifiers, prefill_plan
 from .problem import Problem
 from .scales import Scale, scale_form
 from .selection import Choice, Selector, Tables
@@ -68,17 +69,17 @@ def prefill(
 
     q is (batch, seqlen_q, num_heads, head_dim), k and v (batch, seqlen_k, num_kv_heads, head_dim),
     heads before tokens with layout "bhsd". Causal is bottom-right aligned: query i sees keys up to
-    i + seqlen_k - seqlen_q. `lse` is fp32 (batch, num_heads, seqlen_q), the natural logarithm of
-    the sum of exponentials; rows that see no key have `out` 0 and `lse` -inf. Never waits for the
-    device. Raises ProblemError naming an argument that does not fit or is not served yet.
+    i + seqlen_k - seqlen_q, its position. `window` is how many keys before and after its position a
+    query sees at most, -1 for all. `softcap` bounds scaled scores s to softcap * tanh(s / softcap),
+    0 is off; then `alibi_slopes`, fp32 (num_heads,) or (batch, num_heads), take slope * distance
+    off, or `bias`, of q's type and broadcast to (batch, num_heads, seqlen_q, seqlen_k), is added.
+    `sinks` (num_heads,) are logits of a key that every query of a head sees and whose v is 0.
+    `lse` is fp32 (batch, num_heads, seqlen_q), the natural logarithm of the sum of exponentials;
+    rows that see no key have `out` 0 and `lse` -inf, or the sink. Never waits for the device.
+    Raises ProblemError naming an argument that does not fit or is not served yet.
     """
     refuse_arguments(
         "prefill",
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        sinks=sinks,
         block_mask=block_mask,
         document_ids=document_ids,
         prefix_lens=prefix_lens,
@@ -98,13 +99,13 @@ def prefill(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
     )
-    problem = prefill_problem(q, k, v, causal, layout)
+    modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks)
+    problem = prefill_problem(q, k, v, causal, layout, modifiers)
     out, lse = _outputs("prefill", q, problem, out, return_lse)
     choice, device = _choose(problem, q)
     scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-    plan = choice.module.plan(
-        q, k, v, out, lse, scale, layout, device.num_sms, choice.knobs, _workspaces(q)
-    )
+    tail = (layout, device.num_sms, choice.knobs, _workspaces(q))
+    plan = prefill_plan(choice.module, problem, modifiers, q, k, v, out, lse, scale, *tail)
     _launch(plan, q)
     return (out, lse) if lse is not None else out
 

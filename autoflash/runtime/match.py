@@ -35,6 +35,12 @@ MATCH_RULES = {
     "lengths": "near",
     "pages": "near",
     "kv_scales": "exact",
+    "window_left": "near",  # a window or none: exactly
+    "window_right": "near",
+    "softcap": "exact",  # whether there is one, as with the next three; never its value
+    "alibi": "exact",
+    "bias": "exact",
+    "sinks": "exact",
     # tensors: their shapes and dtypes fill the fields above
     "q": "derived",
     "k": "derived",
@@ -42,6 +48,8 @@ MATCH_RULES = {
     "k_cache": "derived",
     "v_cache": "derived",
     "block_table": "derived",
+    "window": "derived",
+    "alibi_slopes": "derived",
     "k_scale": "derived",
     "v_scale": "derived",
     "max_seqlen_k": "derived",
@@ -51,11 +59,6 @@ MATCH_RULES = {
     "return_lse": "never",
     "check": "never",
     # not served yet
-    "window": "refused",
-    "softcap": "refused",
-    "alibi_slopes": "refused",
-    "bias": "refused",
-    "sinks": "refused",
     "block_mask": "refused",
     "document_ids": "refused",
     "prefix_lens": "refused",
@@ -81,7 +84,10 @@ MATCH_DISTRIBUTION_DISTANCE = 0.5
 
 
 class MatchSizes(NamedTuple):
-    """The sizes that match by nearness. `ragged` is 0 or 1, `pages` a place in PAGES."""
+    """The sizes that match by nearness. `ragged` is 0 or 1, `pages` a place in PAGES.
+
+    The keys before and after a query are 0 where there is no window, an unbounded side's all keys.
+    """
 
     kv_heads: int  # of the whole batch
     seqlen_q: int
@@ -89,15 +95,21 @@ class MatchSizes(NamedTuple):
     page_size: int
     ragged: int
     pages: int = 0
+    keys_before: int = 0
+    keys_after: int = 0
 
 
 def match_key(problem: Problem) -> tuple[str | int | bool, ...]:
     """What must be equal for one problem's winner to serve another."""
     exact = [getattr(problem, name) for name in MATCH_EXACT_FIELDS]
-    return (*exact, problem.group_size, problem.paged, problem.seqlen_q > 1)
+    return (*exact, problem.group_size, problem.paged, problem.seqlen_q > 1, problem.windowed)
 
 
 def match_sizes(problem: Problem) -> MatchSizes:
+    before, after = (
+        (problem.seqlen_k if side < 0 else side) if problem.windowed else 0
+        for side in problem.window
+    )
     return MatchSizes(
         problem.batch * problem.num_kv_heads,
         problem.seqlen_q,
@@ -105,23 +117,31 @@ def match_sizes(problem: Problem) -> MatchSizes:
         problem.page_size,
         int(problem.lengths == "ragged"),
         PAGES.index(problem.pages) if problem.paged else 0,
+        before,
+        after,
     )
 
 
 def match_bucket(sizes: MatchSizes) -> MatchSizes:
     """The sizes rounded up to powers of two: equal buckets are the same size class."""
-    kv_heads, seqlen_q, seqlen_k, page_size = (
-        1 << (size - 1).bit_length() if size > 0 else 0 for size in sizes[:4]
-    )
-    return MatchSizes(kv_heads, seqlen_q, seqlen_k, page_size, sizes.ragged, sizes.pages)
+    rounded = {
+        name: 1 << (size - 1).bit_length() if size > 0 else 0
+        for name, size in _match_scales(sizes).items()
+    }
+    return sizes._replace(**rounded)
 
 
 def match_distance(a: MatchSizes, b: MatchSizes) -> float | None:
     """How many doublings lie between two sizes, summed; None when one is beyond MATCH_LIMIT."""
     total = MATCH_DISTRIBUTION_DISTANCE * ((a.ragged != b.ragged) + (a.pages != b.pages))
-    for x, y in zip(a[:4], b[:4]):
+    for x, y in zip(_match_scales(a).values(), _match_scales(b).values()):
         doublings = abs(log2(max(x, 1)) - log2(max(y, 1)))
         if doublings > log2(MATCH_LIMIT):
             return None
         total += doublings
     return total
+
+
+def _match_scales(sizes: MatchSizes) -> dict[str, int]:
+    """The sizes that are counted in doublings."""
+    return {name: size for name, size in sizes._asdict().items() if name not in ("ragged", "pages")}

@@ -13,6 +13,7 @@ KV_LAYOUTS = ("nhd", "hnd")
 LENGTHS = ("equal", "ragged")
 PAGES = ("permuted", "contiguous", "shared")
 KV_SCALES = ("tensor", "head", "token")
+MODIFIERS = ("softcap", "alibi", "bias", "sinks")
 NONE = "none"  # the pages of a cache without any, the scales of one that is not quantised
 
 
@@ -29,6 +30,11 @@ class Problem:
     after the other ("contiguous"), or anywhere but the first half of `seqlen_k` ("shared"), which
     all sequences have in common. `kv_scales` says what one scale of a quantised cache is for: all
     of K ("tensor"), a KV head, or a KV head of one token ("token"); V has its own.
+
+    A query at position p sees the keys from p - `window_left` to p + `window_right`; -1 is
+    unbounded. Causal ends a window at p, and a window that ends there is causal: it is stored so,
+    with `window_right` -1. `softcap`, `alibi`, `bias` and `sinks` say that there is such a thing;
+    its values are arguments.
 
     An empty `kv_dtype` or `out_dtype` and a zero `head_dim_v` mean "as the query's"; `pages` is
     "permuted" and `kv_scales` "tensor" where they are empty. `decode` is causal by definition and
@@ -59,6 +65,12 @@ class Problem:
     batch_invariant: bool = False
     pages: str = ""
     kv_scales: str = ""
+    window_left: int = -1
+    window_right: int = -1
+    softcap: bool = False
+    alibi: bool = False
+    bias: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -76,6 +88,10 @@ class Problem:
             fill(self, "layout", "bshd")
         else:
             fill(self, "kv_layout", "nhd")
+        if self.window_right == 0:
+            fill(self, "causal", True)
+        if self.causal and self.window_right >= 0:
+            fill(self, "window_right", -1)
         reason = problem_error(self)
         if reason:
             raise ProblemError(reason)
@@ -89,17 +105,33 @@ class Problem:
         return self.page_size > 0
 
     @property
+    def windowed(self) -> bool:
+        return self.window_left >= 0 or self.window_right >= 0
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """How many keys before and after its own position a query sees at most; -1 unbounded."""
+        return self.window_left, 0 if self.causal else self.window_right
+
+    @property
+    def modifiers(self) -> tuple[str, ...]:
+        """What changes scores or their sum, of what is on."""
+        return tuple(name for name in MODIFIERS if getattr(self, name))
+
+    @property
     def quantised(self) -> bool:
         return self.kv_dtype in QUANTISED_BYTES
 
     @property
     def switches(self) -> tuple[str, ...]:
         """The switches that are on, of those that decide a kernel's text."""
-        if self.op == "prefill":
-            return ("causal",) if self.causal else ()
         on = {
+            # a window's right edge is an argument, and causal one place for it
+            "causal": self.op == "prefill" and self.causal and not self.windowed,
+            "window": self.windowed,
+            **dict.fromkeys(self.modifiers, True),
             "paged": self.paged,
-            "queries": self.seqlen_q > 1,
+            "queries": self.op == "decode" and self.seqlen_q > 1,
             "quantised": self.quantised,
             "token_scales": self.kv_scales == "token",
         }
@@ -135,6 +167,11 @@ def problem_error(p: Problem) -> str | None:
             return f"{name} {getattr(p, name)!r} is none of {', '.join(allowed)}"
     if p.kv_scales != NONE and not p.quantised:
         return f"kv_scales {p.kv_scales!r} is for a quantised cache, kv_dtype is {p.kv_dtype}"
+    for name in ("window_left", "window_right"):
+        if getattr(p, name) < -1:
+            return f"{name} {getattr(p, name)} is neither a number of keys nor -1 for unbounded"
+    if p.alibi and p.bias:
+        return "alibi and bias exclude each other: the slopes can be added into the bias"
     for name in ("batch", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "seqlen_q"):
         if getattr(p, name) < 1:
             return f"{name} {getattr(p, name)} is not positive"

@@ -11,6 +11,7 @@ from autoflash.gpu import KNOWN
 from autoflash.kernel import CompileError, compile_candidate
 from autoflash.problem import Problem, Variant
 from autoflash.render import render
+from autoflash.runtime.problem import MODIFIERS
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
@@ -18,6 +19,16 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 GOLDEN_VARIANTS = (
     Variant("prefill", "prefill"),
     Variant("prefill", "prefill", causal=True),
+    Variant("prefill", "prefill", window=True),
+    Variant("prefill", "prefill", softcap=True),
+    Variant("prefill", "prefill", alibi=True),
+    Variant("prefill", "prefill", bias=True),
+    Variant("prefill", "prefill", sinks=True),
+    Variant("prefill", "prefill", causal=True, softcap=True),
+    Variant("prefill", "prefill", causal=True, alibi=True),
+    Variant("prefill", "prefill", window=True, softcap=True),
+    Variant("prefill", "prefill", window=True, sinks=True),
+    Variant("prefill", "prefill", window=True, softcap=True, bias=True, sinks=True),
     Variant("prefill_hopper", "prefill"),
     Variant("prefill_hopper", "prefill", causal=True),
     Variant("decode", "decode"),
@@ -49,6 +60,8 @@ def problem_of(variant: Variant, **changes) -> Problem:
         "page_size": 16 if variant.paged else 0,
         "kv_dtype": "fp8_e4m3" if variant.quantised else "",
         "kv_scales": "token" if variant.token_scales else "",
+        "window_left": 100 if variant.window else -1,
+        **{modifier: getattr(variant, modifier) for modifier in MODIFIERS},
     }
     return Problem(**{**fields, **changes})
 

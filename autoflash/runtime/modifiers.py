@@ -1,0 +1,128 @@
+"""Windows, softcap, ALiBi, biases and sinks: what a caller gives, checked, and what plans take."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from .problem import Problem, ProblemError
+
+MODIFIER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Modifiers(NamedTuple):
+    """The values of what is on, given as they stand here where it is off."""
+
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+NO_MODIFIERS = Modifiers()
+
+
+def modifier_fields(
+    function: str,
+    given: Modifiers,
+    q: torch.Tensor,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+) -> dict[str, Any]:
+    """The fields of Problem that the modifiers fill.
+
+    A side of the window that reaches all keys of every query is unbounded. Raises ProblemError
+    naming the modifier that does not fit.
+    """
+    left, right = _sides(function, given.window)
+    if not 0.0 <= given.softcap < float("inf"):
+        raise ProblemError(f"{function}: softcap {given.softcap} is not from 0 upwards")
+    for name in ("alibi_slopes", "bias", "sinks"):
+        _check_modifier(function, name, getattr(given, name), q)
+    batch, slopes, sinks = q.shape[0], given.alibi_slopes, given.sinks
+    if slopes is not None:
+        _expect_dtype(function, "alibi_slopes", slopes, torch.float32)
+        _expect_shape(function, "alibi_slopes", slopes, (num_heads,), (batch, num_heads))
+    if given.bias is not None:
+        _expect_dtype(function, "bias", given.bias, q.dtype)
+        _expand_bias(function, given.bias, (batch, num_heads, seqlen_q, seqlen_k))
+    if sinks is not None:
+        _expect_shape(function, "sinks", sinks, (num_heads,))
+        if not sinks.is_contiguous():
+            raise ProblemError(f"{function}: sinks must be contiguous")
+    return {
+        "window_left": -1 if left >= seqlen_k - 1 else left,
+        "window_right": -1 if right >= seqlen_q - 1 else right,
+        "softcap": given.softcap > 0.0,
+        "alibi": slopes is not None,
+        "bias": given.bias is not None,
+        "sinks": sinks is not None,
+    }
+
+
+def modifiers_of(problem: Problem, given: Modifiers) -> Modifiers:
+    """What plans take: the problem's window, slopes and bias with strides along every axis."""
+    p, slopes, bias = problem, given.alibi_slopes, given.bias
+    if slopes is not None:
+        slopes = slopes.expand(p.batch, p.num_heads)
+    if bias is not None:
+        bias = bias.expand(p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+    return given._replace(window=p.window, alibi_slopes=slopes, bias=bias)
+
+
+def prefill_plan(
+    module: ModuleType, problem: Problem, given: Modifiers, *arguments: Any
+) -> list[Any]:
+    """What a rendered text launches for these arguments of its plan()."""
+    if problem.windowed or problem.modifiers:
+        return module.plan_modified(modifiers_of(problem, given), *arguments)
+    return module.plan(*arguments)
+
+
+def _sides(function: str, window: tuple[int, int]) -> tuple[int, int]:
+    sides = tuple(window)
+    if len(sides) != 2 or not all(type(side) is int and side >= -1 for side in sides):
+        raise ProblemError(
+            f"{function}: window {window} is not (keys before, keys after), -1 for unbounded"
+        )
+    return sides[0], sides[1]
+
+
+def _check_modifier(function: str, name: str, tensor: torch.Tensor | None, q: torch.Tensor) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype not in MODIFIER_DTYPES:
+        raise ProblemError(f"{function}: {name} is {tensor.dtype}, not bf16, fp16 or fp32")
+    if tensor.device != q.device:
+        raise ProblemError(f"{function}: {name} is on {tensor.device}, q is on {q.device}")
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ProblemError(
+            f"{function}: {name} requires grad and there is no backward yet;"
+            " call under torch.no_grad()"
+        )
+
+
+def _expect_dtype(function: str, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise ProblemError(f"{function}: {name} is {tensor.dtype}, expected {dtype}")
+
+
+def _expect_shape(
+    function: str, name: str, tensor: torch.Tensor, *allowed: tuple[int, ...]
+) -> None:
+    if tuple(tensor.shape) not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise ProblemError(f"{function}: {name} is {tuple(tensor.shape)}, expected {expected}")
+
+
+def _expand_bias(function: str, bias: torch.Tensor, shape: tuple[int, ...]) -> None:
+    sizes = tuple(bias.shape)
+    fits = len(sizes) <= 4 and all(
+        size in (1, whole) for size, whole in zip(reversed(sizes), reversed(shape))
+    )
+    if not fits:
+        raise ProblemError(f"{function}: bias is {sizes}, which does not broadcast to {shape}")
