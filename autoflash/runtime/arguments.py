@@ -17,7 +17,9 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 def refuse_arguments(function: str, **given: Any) -> None:
     """Raise ProblemError naming the first argument that is set although it is not served yet."""
     for name, value in given.items():
-        if isinstance(value, torch.Tensor) or value not in (None, False, 0.0, (-1, -1)):
+        if value is None or value is False:  # most are
+            continue
+        if isinstance(value, torch.Tensor) or value not in (0.0, (-1, -1)):
             raise ProblemError(f"{function}: {name} is not supported yet")
 
 
@@ -125,6 +127,8 @@ def scale_or_default(function: str, softmax_scale: float | None, head_dim: int) 
 
 def check_output(function: str, out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
     """Raise ProblemError unless `out` can take the result for `q`."""
+    if not isinstance(out, torch.Tensor):
+        raise ProblemError(f"{function}: out must be a tensor, given {type(out).__name__}")
     shape = (*q.shape[:-1], head_dim_v)
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         raise ProblemError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,15 +19,29 @@ from .arguments import (
 from .device import Device, device_of
 from .launch import Launch, run_plan
 from .problem import Problem
+from .recipe import Recipe, form_of, learn_recipe
 from .scales import Scale, scale_form
 from .selection import Choice, Selector, Tables
 
+MOST_FORMS = 1024  # of calls whose recipes are kept
+
+
+class Served(NamedTuple):
+    """What served a call, and serves calls of the same form."""
+
+    problem: Problem
+    choice: Choice
+    recipe: Recipe
+
+
 _selectors: list[Selector] = []
+_served: dict[tuple[Any, ...], Served] = {}
 
 
 def install_tables(tables: Tables) -> None:
     """Give prefill() and decode() the tables they choose from."""
     _selectors[:] = [Selector(tables)]
+    _served.clear()
 
 
 def prefill(
@@ -98,13 +113,20 @@ def prefill(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
     )
-    problem = prefill_problem(q, k, v, causal, layout)
-    out, lse = _outputs("prefill", q, problem, out, return_lse)
-    choice, device = _choose(problem, q)
-    scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-    plan = choice.module.plan(
-        q, k, v, out, lse, scale, layout, device.num_sms, choice.knobs, _workspaces(q)
-    )
+    form = ("prefill", *map(form_of, (q, k, v, out, softmax_scale)), causal, layout, return_lse)
+    served = _served.get(form)
+    if served is not None:
+        out, lse = _outputs(q, served.problem, out, return_lse)
+        plan = _planned_again(served, (q, k, v, out, lse))
+    else:
+        problem = prefill_problem(q, k, v, causal, layout)
+        if out is not None:
+            check_output("prefill", out, q, problem.head_dim_v)
+        scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
+        choice, device = _choose(problem, q)
+        out, lse = _outputs(q, problem, out, return_lse)
+        first = (q, k, v, out, lse, scale, layout, device.num_sms, choice.knobs)
+        plan = _planned(form, problem, choice, (q, k, v, out, lse), first)
     _launch(plan, q)
     return (out, lse) if lse is not None else out
 
@@ -170,35 +192,34 @@ def decode(
     if no_query_axis:
         q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
     hints = (max_seqlen_k, lengths, pages)
-    problem = decode_problem(
-        q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, *hints, k_scale, v_scale
-    )
+    given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, softmax_scale)
+    form = ("decode", *map(form_of, given), kv_layout, *hints, return_lse)
+    served = _served.get(form)
+    if served is not None:
+        problem = served.problem
+    else:
+        problem = decode_problem(
+            q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, *hints, k_scale, v_scale
+        )
+        if out is not None:
+            check_output("decode", out, q, problem.head_dim_v)
     if check:
         check_cache_entries(problem, k_cache, cache_seqlens, block_table)
-    out, lse = _outputs("decode", q, problem, out, return_lse)
-    choice, device = _choose(problem, q)
-    scale = scale_or_default("decode", softmax_scale, problem.head_dim)
     scales = [
         scale_form(each, problem.kv_scales, problem.batch, problem.num_kv_heads)
         for each in (k_scale, v_scale)
         if each is not None
     ]
-    plan = choice.module.plan(
-        q,
-        k_cache,
-        v_cache,
-        *scales,
-        cache_seqlens,
-        block_table,
-        out,
-        lse,
-        scale,
-        kv_layout,
-        problem.seqlen_k,
-        device.num_sms,
-        choice.knobs,
-        _workspaces(q),
-    )
+    out, lse = _outputs(q, problem, out, return_lse)
+    tensors = (q, k_cache, v_cache, *scales, cache_seqlens, block_table, out, lse)
+    if served is not None:
+        plan = _planned_again(served, tensors)
+    else:
+        scale = scale_or_default("decode", softmax_scale, problem.head_dim)
+        choice, device = _choose(problem, q)
+        sizes = (problem.seqlen_k, device.num_sms)
+        first = (*tensors, scale, kv_layout, *sizes, choice.knobs)
+        plan = _planned(form, problem, choice, tensors, first)
     _launch(plan, q)
     if no_query_axis:
         out, lse = out.squeeze(1), None if lse is None else lse.squeeze(2)
@@ -241,16 +262,38 @@ def _choose(problem: Problem, q: torch.Tensor) -> tuple[Choice, Device]:
 
 
 def _outputs(
-    function: str, q: torch.Tensor, problem: Problem, out: torch.Tensor | None, return_lse: bool
+    q: torch.Tensor, problem: Problem, out: torch.Tensor | None, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if out is None:
         out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    else:
-        check_output(function, out, q, problem.head_dim_v)
     if not return_lse:
         return out, None
     shape = (problem.batch, problem.num_heads, problem.seqlen_q)
     return out, torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _planned(
+    form: tuple[Any, ...],
+    problem: Problem,
+    choice: Choice,
+    tensors: Sequence[Any],
+    arguments: Sequence[Any],
+) -> list[Launch]:
+    """The plan of a call of a form not seen before, which is then served by its recipe."""
+    make_plan = partial(choice.module.plan, *arguments)
+    plan, recipe = learn_recipe(make_plan, tensors, _workspaces(tensors[0]))
+    if recipe is not None:
+        if len(_served) == MOST_FORMS:
+            _served.clear()
+        _served[form] = Served(problem, choice, recipe)
+    return plan
+
+
+def _planned_again(served: Served, tensors: Sequence[Any]) -> list[Launch]:
+    """The plan of a call whose form was seen before."""
+    _selector().counts[served.choice.how] += 1
+    _last_choice[:] = [(served.problem, served.choice)]
+    return served.recipe.plan(tensors, _workspaces(tensors[0]))
 
 
 def _launch(plan: list[Launch], q: torch.Tensor) -> None:
