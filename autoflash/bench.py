@@ -44,6 +44,11 @@ def calls_in_graph(call_us: float, sets: int, cap_us: float) -> int:
     return max(1, min(max(GRAPH_CALLS, sets), int(cap_us / max(call_us, 0.1))))
 
 
+def graph_cap_us(cap_us: float, samples: int) -> float:
+    """The GPU time of a graph of which so many samples, and one to warm up, take `cap_us`."""
+    return max(cap_us / (samples + 1), SAMPLE_US)
+
+
 def event_us(work: Callable[[], None], lead_cycles: int = CALL_LEAD_CYCLES) -> float:
     """GPU time of `work`, which the host queues while the GPU waits `lead_cycles`."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -96,9 +101,10 @@ def replays_for(call_us: float, calls: int) -> int:
 
 def eager_samples(call: Callable[[int], None], calls: int) -> tuple[float, ...]:
     """Wall-clock microseconds per call with the host's launches in it, in groups of calls."""
-    each = max(1, calls // EAGER_GROUPS)
+    groups = min(EAGER_GROUPS, calls)
+    each = calls // groups
     samples = []
-    for group in range(EAGER_GROUPS):
+    for group in range(groups):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for i in range(each):

@@ -16,6 +16,7 @@ from autoflash.bench import (
     calls_in_graph,
     eager_samples,
     event_us,
+    graph_cap_us,
     replays_for,
     sets_needed,
 )
@@ -89,7 +90,9 @@ class CudaDevice(Checker):
                 call_us = event_us(lambda: self._call(config, 1), PATIENT_LEAD_CYCLES)
             if call_us > give_up_us:
                 return Timing((call_us,), self._telemetry.clocks(), dropped=True)
-            graph = self._graph(config, call_us, cap_us)
+            if call_us > cap_us:  # beside which the host's part in it is nothing
+                return Timing((call_us,), self._telemetry.clocks())
+            graph = self._graph(config, call_us, graph_cap_us(cap_us, samples))
             if graph.calls > 1:
                 call_us = graph.sample()  # warms caches and clock, and measures without the host
             affordable = int(cap_us / max(call_us * graph.calls, 1.0))
@@ -110,7 +113,9 @@ class CudaDevice(Checker):
             self._call(config, 0)
             call_us = event_us(lambda: self._call(config, 1))
             graph = self._graph(config, call_us, cap_us)
-            self._graphs[config] = (graph, replays_for(graph.sample(), graph.calls))
+            if graph.calls > 1:
+                call_us = graph.sample()
+            self._graphs[config] = (graph, replays_for(call_us, graph.calls))
 
     def sample(self, config: Config) -> tuple[float, bool]:
         with _failures():

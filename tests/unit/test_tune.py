@@ -163,6 +163,14 @@ def test_finalists_are_stored_in_both_regimes_with_the_cards_clock(db):
     assert all(trial.clocks.sm_clock_mhz == 1980 and trial.median_us for trial in final)
 
 
+@pytest.mark.parametrize(("us", "rungs"), [(100.0, {5, 16}), (60_000.0, {5})])
+def test_a_higher_rung_is_for_those_who_get_more_samples_of_it(db, us, rungs):
+    (group,), _ = groups_of([PROBLEM], GPU)
+    times = dict.fromkeys(group.candidates(PROBLEM, GPU), us)
+    search(db, machine(times=times), effort="standard")
+    assert {trial.samples for trial in trials(db) if trial.stage == "screen"} == rungs
+
+
 def test_rounds_in_which_the_card_was_braked_count_for_nobody(db):
     default, best, *_ = tried()
     times = dict.fromkeys(tried(), 100.0) | {best: 50.0}
