@@ -104,10 +104,14 @@ def test_bytes_are_those_that_torch_rounds_to(dtype: torch.dtype, source: torch.
     k, v = tokens(5, 3, 64, source)
     k_cache, v_cache = caches(2, 8, 3, 64, dtype=dtype)
     slots = torch.tensor([15, 0, 3, 9, 8])
-    k_scale, v_scale = torch.tensor([0.01, 0.02, 0.04]), 0.03
-    append(k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
-    for new, cache, scale in ((k, k_cache, k_scale[:, None]), (v, v_cache, torch.tensor(v_scale))):
-        assert torch.equal(bits(in_slots(cache)[slots]), bits(steps(new, scale, dtype)))
+    heads = torch.tensor([0.01, 0.02, 0.04])
+    spread = torch.full((3, 2), NAN)
+    spread[:, 1] = heads.flip(0)
+    for scales in ((heads, 0.03), (torch.tensor(0.03), spread[:, 1])):
+        append(k, v, k_cache, v_cache, slots, k_scale=scales[0], v_scale=scales[1])
+        for new, cache, scale in zip((k, v), (k_cache, v_cache), scales, strict=True):
+            step = torch.as_tensor(scale).reshape(-1, 1)
+            assert torch.equal(bits(in_slots(cache)[slots]), bits(steps(new, step, dtype)))
 
 
 @each_type
