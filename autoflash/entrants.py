@@ -46,7 +46,7 @@ class Lab:
 
 @dataclass
 class Binary:
-    """What the pool compiles for configs that differ in their launch alone, since and until when."""
+    """What configs that differ in their launch alone share; when it was asked for and compiled."""
 
     future: Future[Resources]
     asked_at: str

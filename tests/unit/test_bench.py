@@ -3,11 +3,13 @@
 import pytest
 
 from autoflash.bench import (
+    GPU_CLOCK,
     GRAPH_CALLS,
     MOST_SETS,
     SAMPLE_US,
     calls_in_graph,
     eager_samples,
+    event_us,
     graph_cap_us,
     replays_for,
     sets_needed,
@@ -50,3 +52,35 @@ def test_eager_samples_make_no_more_calls_than_they_may(monkeypatch, calls, grou
     made = []
     assert len(eager_samples(made.append, calls)) == groups
     assert made == list(range(calls))
+
+
+class Event:
+    """One of a GPU that works two milliseconds between any two."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        Event.made += 1
+        self.at_ms = 2.0 * Event.made
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.at_ms - self.at_ms
+
+
+def test_the_gpus_clock_counts_what_is_timed_and_whole_bodies_but_none_that_failed(monkeypatch):
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: None)
+    before_s = GPU_CLOCK.seconds
+    assert event_us(lambda: None) == pytest.approx(2000.0)
+    with GPU_CLOCK.counting():
+        pass
+    assert GPU_CLOCK.seconds - before_s == pytest.approx(0.004)
+    with pytest.raises(ZeroDivisionError), GPU_CLOCK.counting():
+        raise ZeroDivisionError
+    assert GPU_CLOCK.seconds - before_s == pytest.approx(0.004)
