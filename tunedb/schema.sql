@@ -98,7 +98,7 @@ CREATE TABLE trials (
   power_w REAL,
   temperature_c INTEGER,
   throttle_reasons INTEGER,
-  recorded_at TEXT NOT NULL,
+  recorded_at TEXT NOT NULL, asked_at TEXT NOT NULL DEFAULT '', compiled_at TEXT NOT NULL DEFAULT '',
   CHECK (regime <> 'none' OR median_us IS NULL)
 ) STRICT;
 
@@ -258,3 +258,23 @@ FROM timed
 JOIN problems ON problems.id = timed.problem_id
 JOIN configs ON configs.id = timed.config_id
 WHERE timed.before_us IS NULL OR timed.median_us < timed.before_us;
+
+CREATE VIEW timeline AS
+WITH timed AS (
+  SELECT
+    trials.*,
+    (julianday(nullif(asked_at, '')) - julianday(runs.started_at)) * 86400.0 AS asked_s,
+    (julianday(nullif(compiled_at, '')) - julianday(runs.started_at)) * 86400.0 AS compiled_s,
+    (julianday(recorded_at) - julianday(runs.started_at)) * 86400.0 AS ended_s
+  FROM trials
+  JOIN runs ON runs.id = trials.run_id
+)
+SELECT
+  timed.run_id, timed.id AS trial_id, timed.problem_id, configs.family, configs.knobs_json,
+  timed.stage, timed.regime, timed.status,
+  round(asked_s, 3) AS asked_s, round(compiled_s, 3) AS compiled_s,
+  round(ended_s - timed.seconds, 3) AS began_s, round(ended_s, 3) AS ended_s,
+  round(max(0.0, compiled_s - lag(ended_s) OVER of_run), 3) AS waited_s
+FROM timed
+JOIN configs ON configs.id = timed.config_id
+WINDOW of_run AS (PARTITION BY timed.run_id ORDER BY timed.id);

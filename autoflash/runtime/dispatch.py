@@ -1,4 +1,4 @@
-"""The exported functions: prefill() and decode(), served by the config chosen for their shape."""
+"""The exported functions: prefill() and decode(), served by the config chosen, and append_kv()."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .append import append_scale, append_switches
 from .arguments import (
     check_cache_entries,
     check_output,
@@ -224,6 +225,38 @@ def decode(
     if no_query_axis:
         out, lse = out.squeeze(1), None if lse is None else lse.squeeze(2)
     return (out, lse) if lse is not None else out
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_layout: str = "nhd",
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+) -> None:
+    """Write new tokens to the caches that decode() reads, each to the slot given for it.
+
+    k and v are (tokens, num_kv_heads, head_dim), the caches as decode() takes them and of the
+    tokens' type or quantised. `slot_mapping`, int32 or int64 (tokens,), holds
+    page * page_size + place in the page (of a cache without pages, sequence * tokens + place); a
+    token whose slot is negative, or past the cache, is skipped. The scales of a quantised cache are
+    numbers, fp32 of one element or (num_kv_heads,), or for each head of each token of the cache's
+    shape without head_dim: these are written here, the largest of a head becoming the largest that
+    a byte holds. Values too large for the others are cut off. Raises ProblemError naming an
+    argument that does not fit.
+    """
+    tensors = (k, v, k_cache, v_cache, slot_mapping)
+    switches = append_switches(*tensors, kv_layout, k_scale, v_scale)
+    device_of(k, _selector().tables.gpus[0].device)
+    scales = [append_scale(each, k.shape[1]) for each in (k_scale, v_scale) if each is not None]
+    module = _selector().module("append_kv", switches)
+    if len(k):
+        plan = module.plan(k, v, k_cache, v_cache, *scales, slot_mapping, kv_layout)
+        _launch(plan, k)
 
 
 def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> dict[str, Any]:

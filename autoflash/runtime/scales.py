@@ -18,13 +18,12 @@ def scales_granularity(
     k_scale: Scale | None,
     v_scale: Scale | None,
     cache: torch.Tensor,
-    batch: int,
-    heads: int,
+    head_shapes: tuple[tuple[int, ...], ...],
 ) -> str:
     """The problem's `kv_scales`: the finer of both scales'.
 
-    `cache` is of K, of whose shape V's is, with `heads` KV heads. Raises ProblemError naming the
-    scale that does not fit.
+    `cache` is of K, of whose shape V's is; `head_shapes` are those of a scale for each KV head.
+    Raises ProblemError naming the scale that does not fit.
     """
     if cache.dtype not in QUANTISED_ARGUMENTS:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -34,7 +33,7 @@ def scales_granularity(
                 )
         return NONE
     kinds = [
-        _scale_kind(function, name, scale, cache, batch, heads)
+        _scale_kind(function, name, scale, cache, head_shapes)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
     ]
     if ("token" in kinds) and kinds[0] != kinds[1]:
@@ -54,7 +53,11 @@ def scale_form(scale: Scale, kv_scales: str, batch: int, heads: int) -> Scale:
 
 
 def _scale_kind(
-    function: str, name: str, scale: Scale | None, cache: torch.Tensor, batch: int, heads: int
+    function: str,
+    name: str,
+    scale: Scale | None,
+    cache: torch.Tensor,
+    head_shapes: tuple[tuple[int, ...], ...],
 ) -> str:
     if scale is None:
         raise ProblemError(f"{function}: a {cache.dtype} cache needs {name}; 1.0 if there is none")
@@ -68,11 +71,13 @@ def _scale_kind(
         raise ProblemError(f"{function}: {name} is on {scale.device}, the cache on {cache.device}")
     if scale.numel() == 1:
         return "tensor"
-    shapes = {"token": [tuple(cache.shape[:3])], "head": [(heads,), (batch, heads)]}
-    for kind, allowed in shapes.items():
-        if tuple(scale.shape) in allowed:
-            return kind
+    per_token = tuple(cache.shape[:3])
+    if tuple(scale.shape) == per_token:
+        return "token"
+    if tuple(scale.shape) in head_shapes:
+        return "head"
+    allowed = ", ".join(map(str, head_shapes))
     raise ProblemError(
-        f"{function}: {name} is {tuple(scale.shape)}; one number, ({heads},), ({batch}, {heads})"
-        f" or {tuple(cache.shape[:3])} were expected"
+        f"{function}: {name} is {tuple(scale.shape)}; one number, {allowed} or {per_token} were"
+        " expected"
     )

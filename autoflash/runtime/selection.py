@@ -147,11 +147,12 @@ class Selector:
         regret: float,
         tuned: MatchSizes | None,
     ) -> Choice:
-        name = self.tables.names[family, *problem.switches]
-        module = self._module(name)
+        module = self.module(family, problem.switches)
         return Choice(module, dict(knobs), how, family, distance, regret, tuned)
 
-    def _module(self, name: str) -> ModuleType:
+    def module(self, family: str, switches: tuple[str, ...]) -> ModuleType:
+        """The kernels of a family with these switches on, loaded."""
+        name = self.tables.names[family, *switches]
         return _selection_module(name, self.tables.texts[name])
 
     def _table(self, device: Device, strict: bool) -> GpuTable | None:

@@ -328,6 +328,42 @@ def m003_quantised_caches_and_page_order(db: Database) -> None:
         db.execute(statement.strip())
 
 
+WHEN_COMPILED = (
+    # "" where an earlier run had compiled it, and in trials made before these columns.
+    "ALTER TABLE trials ADD COLUMN asked_at TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE trials ADD COLUMN compiled_at TEXT NOT NULL DEFAULT ''",
+    # Seconds since the run's start. `waited_s`: for how long since the trial before it was recorded
+    # the GPU of the search had nothing to do, for want of this binary.
+    """
+CREATE VIEW timeline AS
+WITH timed AS (
+  SELECT
+    trials.*,
+    (julianday(nullif(asked_at, '')) - julianday(runs.started_at)) * 86400.0 AS asked_s,
+    (julianday(nullif(compiled_at, '')) - julianday(runs.started_at)) * 86400.0 AS compiled_s,
+    (julianday(recorded_at) - julianday(runs.started_at)) * 86400.0 AS ended_s
+  FROM trials
+  JOIN runs ON runs.id = trials.run_id
+)
+SELECT
+  timed.run_id, timed.id AS trial_id, timed.problem_id, configs.family, configs.knobs_json,
+  timed.stage, timed.regime, timed.status,
+  round(asked_s, 3) AS asked_s, round(compiled_s, 3) AS compiled_s,
+  round(ended_s - timed.seconds, 3) AS began_s, round(ended_s, 3) AS ended_s,
+  round(max(0.0, compiled_s - lag(ended_s) OVER of_run), 3) AS waited_s
+FROM timed
+JOIN configs ON configs.id = timed.config_id
+WINDOW of_run AS (PARTITION BY timed.run_id ORDER BY timed.id)
+""",
+)
+
+
+@MIGRATIONS()
+def m004_when_trials_were_compiled(db: Database) -> None:
+    for statement in WHEN_COMPILED:
+        db.execute(statement.strip())
+
+
 def known_migrations() -> set[str]:
     """The names of every migration of this program."""
     with Database(memory=True) as empty:
