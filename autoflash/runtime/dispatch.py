@@ -189,13 +189,14 @@ def decode(
         page_positions=page_positions,
         batch_invariant=batch_invariant,
     )
-    no_query_axis = q.dim() == 3
-    if no_query_axis:
-        q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
     hints = (max_seqlen_k, lengths, pages)
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, softmax_scale)
     form = ("decode", *map(form_of, given), kv_layout, *hints, return_lse)
     served = _served.get(form)
+    # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
+    add_query_axis, own_out = served is None and q.dim() == 3, out
+    if add_query_axis:
+        q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
     if served is not None:
         problem = served.problem
     else:
@@ -222,8 +223,9 @@ def decode(
         first = (*tensors, scale, kv_layout, *sizes, choice.knobs)
         plan = _planned(form, problem, choice, tensors, first)
     _launch(plan, q)
-    if no_query_axis:
-        out, lse = out.squeeze(1), None if lse is None else lse.squeeze(2)
+    if add_query_axis:
+        out = out.squeeze(1) if own_out is None else own_out
+        lse = None if lse is None else lse.squeeze(2)
     return (out, lse) if lse is not None else out
 
 
@@ -301,7 +303,7 @@ def _outputs(
         out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
     if not return_lse:
         return out, None
-    shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+    shape = (problem.batch, problem.num_heads, problem.seqlen_q)[: q.dim() - 1]
     return out, torch.empty(shape, dtype=torch.float32, device=q.device)
 
 

@@ -121,3 +121,20 @@ def test_forms_beyond_the_most_are_forgotten(module, monkeypatch):
     for batch in (1, 2, 3):
         assert right(module, Problem(**{**PREFILL.__dict__, "batch": batch}), seed=1)
     assert len(module._served) == 1
+
+
+def test_a_query_without_an_axis_of_tokens_gives_what_one_with_it_gives(module):
+    tensors = make_tensors(case_of(PAGED, 1), "cpu")
+    q, caches = tensors.pop("q"), tuple(tensors.values())
+    assert list(tensors) == ["cache_seqlens", "k", "v", "block_table"]
+    lengths, k, v, table = caches
+
+    def decode(q, **more):
+        return module.decode(q, k, v, lengths, block_table=table, **more)
+
+    out, lse = decode(q, return_lse=True)
+    for _ in range(2):  # planned, then by its recipe
+        own = torch.empty_like(q[:, 0])
+        assert decode(q[:, 0], out=own) is own and torch.equal(own, out[:, 0])
+        flat_out, flat_lse = decode(q[:, 0], return_lse=True)
+        assert torch.equal(flat_out, out[:, 0]) and torch.equal(flat_lse, lse[:, :, 0])
