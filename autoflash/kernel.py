@@ -29,6 +29,7 @@ from autoflash.records import Resources
 from autoflash.render import Rendered, render
 from autoflash.runtime.launch import Launch, compile_plan
 from autoflash.runtime.load import load_text
+from autoflash.runtime.scales import cache_form
 from autoflash.whole_file import write_whole
 
 WARP_SIZE = {"nvidia": 32, "amd": 64}
@@ -122,8 +123,8 @@ def plan_of(
     scales = (inputs.k_scale, inputs.v_scale) if p.quantised else ()
     return module.plan(
         inputs.q,
-        inputs.k,
-        inputs.v,
+        cache_form(inputs.k),
+        cache_form(inputs.v),
         *scales,
         inputs.cache_seqlens,
         inputs.block_table,

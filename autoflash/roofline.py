@@ -41,17 +41,22 @@ def visible_pairs(problem: Problem) -> int:
     return total
 
 
+def cache_bytes(problem: Problem) -> int:
+    """Bytes of K and V, scales of tokens included, that the sequences' lengths make live."""
+    p = problem
+    first, *others = sequence_lengths(p)
+    keys = first + sum(max(0, keys - shared_tokens(p)) for keys in others)  # each once
+    scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
+    return keys * p.num_kv_heads * ((p.head_dim + p.head_dim_v) * p.kv_dtype_bytes + scales)
+
+
 def floor(problem: Problem, gpu: Gpu) -> Floor:
     """Flops of both products on visible pairs; each byte read or written once."""
     p = problem
     flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
-    first, *others = sequence_lengths(p)
-    keys = first + sum(max(0, keys - shared_tokens(p)) for keys in others)  # each once
-    scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
-    row = (p.head_dim + p.head_dim_v) * p.kv_dtype_bytes + scales
-    cache = keys * p.num_kv_heads * row
     rows = p.batch * p.seqlen_q * p.num_heads
-    moved = cache + rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])
+    moved = rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])
+    moved += cache_bytes(p)
     if not (gpu.dram_gbps and gpu.tflops_16bit):
         return Floor(flops, moved, 0.0, "memory" if p.op == "decode" else "compute")
     # fp32 products run as fp32 on the ordinary cores: a sixteenth of the 16-bit tensor rate

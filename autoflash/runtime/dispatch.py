@@ -21,7 +21,7 @@ from .device import Device, device_of
 from .launch import Launch, run_plan
 from .problem import Problem
 from .recipe import Recipe, form_of, learn_recipe
-from .scales import Scale, scale_form
+from .scales import Scale, cache_form, scale_form
 from .selection import Choice, Selector, Tables
 
 MOST_FORMS = 1024  # of calls whose recipes are kept
@@ -213,7 +213,8 @@ def decode(
         if each is not None
     ]
     out, lse = _outputs(q, problem, out, return_lse)
-    tensors = (q, k_cache, v_cache, *scales, cache_seqlens, block_table, out, lse)
+    caches = (cache_form(k_cache), cache_form(v_cache))
+    tensors = (q, *caches, *scales, cache_seqlens, block_table, out, lse)
     if served is not None:
         plan = _planned_again(served, tensors)
     else:

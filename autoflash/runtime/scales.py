@@ -1,4 +1,4 @@
-"""Scales of quantised caches: what a caller gives, what it is for, and its one form for kernels."""
+"""Quantised caches and their scales: what a caller gives, and its one form for plans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from .problem import KV_SCALES, NONE, ProblemError
 
 QUANTISED_ARGUMENTS = {torch.float8_e4m3fn: "fp8_e4m3", torch.int8: "int8"}
+
+QUANTISED_WORDS = {torch.float8_e4m3fn: torch.uint16, torch.int8: torch.int16}
 
 # A scale is what a stored 1 counts: a number, a tensor of one for everything, of one for each KV
 # head, or of one for each KV head of each token.
@@ -39,6 +41,12 @@ def scales_granularity(
     if ("token" in kinds) and kinds[0] != kinds[1]:
         raise ProblemError(f"{function}: k_scale is per {kinds[0]} and v_scale per {kinds[1]}")
     return max(kinds, key=KV_SCALES.index)
+
+
+def cache_form(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as plans take it: two channels of a quantised one are a word, whose type tells."""
+    words = QUANTISED_WORDS.get(cache.dtype)
+    return cache if words is None else cache.view(words)
 
 
 def scale_form(scale: Scale, kv_scales: str, batch: int, heads: int) -> Scale:

@@ -18,6 +18,10 @@ PREFILL = Problem("prefill", "bf16", 1, 4, 2, 64, 40, 70)
 PAGED = Problem("decode", "bf16", 3, 4, 2, 64, 1, 130, page_size=16, lengths="ragged")
 
 
+SCALED = {"kv_dtype": "fp8_e4m3", "kv_scales": "head"}
+QUANTISED = Problem("decode", "bf16", 3, 4, 2, 64, 2, 130, page_size=16, **SCALED)
+
+
 @pytest.fixture
 def module(tmp_path):
     """The exported module of the shipped winners, as imported for the first time."""
@@ -49,7 +53,9 @@ def forbid_planning(module, monkeypatch):
     monkeypatch.setattr(module, "learn_recipe", refuse)
 
 
-@pytest.mark.parametrize("problem", [PREFILL, PAGED], ids=lambda p: p.op)
+@pytest.mark.parametrize(
+    "problem", [PREFILL, PAGED, QUANTISED], ids=["prefill", "decode", "quantised"]
+)
 def test_a_second_call_of_the_form_is_right_on_other_tensors_without_planning(
     module, problem, monkeypatch
 ):
