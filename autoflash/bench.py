@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,13 +44,45 @@ def calls_in_graph(call_us: float, sets: int, cap_us: float) -> int:
     return max(1, min(max(GRAPH_CALLS, sets), int(cap_us / max(call_us, 0.1))))
 
 
+def graph_cap_us(cap_us: float, samples: int) -> float:
+    """The GPU time of a graph of which so many samples, and one to warm up, take `cap_us`."""
+    return max(cap_us / (samples + 1), SAMPLE_US)
+
+
+class GpuClock:
+    """For how long the GPU of this process was at work, by events around what it was given."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """The body counts from its first launch to its last, the host's gaps between them too."""
+        start = _recorded_event()
+        yield
+        self.seconds += _elapsed_us(start, _recorded_event()) / 1e6
+
+
+GPU_CLOCK = GpuClock()  # a process has one GPU
+
+
 def event_us(work: Callable[[], None], lead_cycles: int = CALL_LEAD_CYCLES) -> float:
     """GPU time of `work`, which the host queues while the GPU waits `lead_cycles`."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(lead_cycles)
-    start.record()
+    start = _recorded_event()
     work()
-    end.record()
+    taken_us = _elapsed_us(start, _recorded_event())
+    GPU_CLOCK.seconds += taken_us / 1e6
+    return taken_us
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_us(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     end.synchronize()
     return start.elapsed_time(end) * 1e3
 
@@ -96,9 +128,10 @@ def replays_for(call_us: float, calls: int) -> int:
 
 def eager_samples(call: Callable[[int], None], calls: int) -> tuple[float, ...]:
     """Wall-clock microseconds per call with the host's launches in it, in groups of calls."""
-    each = max(1, calls // EAGER_GROUPS)
+    groups = min(EAGER_GROUPS, calls)
+    each = calls // groups
     samples = []
-    for group in range(EAGER_GROUPS):
+    for group in range(groups):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for i in range(each):

@@ -1,30 +1,48 @@
-"""Busy: for how long the process of a GPU was at work, checks and preparing counted."""
+"""Busy: for how long a GPU and its process were at work, checks and preparing counted."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass
 class Busy:
-    """Calls of one GPU's process, by the parent's clock: `first` begun, `last` ended."""
+    """Calls of one GPU's process, by the parent's clock: `first` begun, `last` ended.
+
+    `seconds` is what they took, `gpu_seconds` what of it the GPU worked by its own events.
+    """
 
     seconds: float = 0.0
+    gpu_seconds: float = 0.0
     first: float = float("inf")
     last: float = float("-inf")
 
-    def add(self, began: float, ended: float) -> None:
+    def add(self, began: float, ended: float, gpu_seconds: float) -> None:
         self.seconds += ended - began
+        self.gpu_seconds += gpu_seconds
         self.first, self.last = min(self.first, began), max(self.last, ended)
 
 
-def busy_share(of_gpus: Iterable[Busy]) -> float | None:
-    """The share of the time from the first call to the last that the GPUs were at work.
+@dataclass(frozen=True)
+class Shares:
+    """Of the time from the first call to the last: of the GPUs, and of their processes.
 
-    None where there was no call. What is missing to 1 was spent waiting: for a compiler, for the
-    database, for a new process.
+    What is missing to 1 in `processes` was spent waiting: for a compiler, for the database, for a
+    new process. What is less in `gpus` the processes spent without the GPU: planning, capturing
+    graphs, loading kernels.
     """
+
+    gpus: float
+    processes: float
+
+
+def shares_of(of_gpus: Sequence[Busy]) -> Shares | None:
+    """The shares over all GPUs, None where there was no call."""
     worked = [busy for busy in of_gpus if busy.seconds > 0]
     if not worked:
         return None
     span = max(busy.last for busy in worked) - min(busy.first for busy in worked)
-    return min(1.0, sum(busy.seconds for busy in worked) / (span * len(worked)))
+    total = span * len(worked)
+    return Shares(
+        gpus=min(1.0, sum(busy.gpu_seconds for busy in worked) / total),
+        processes=min(1.0, sum(busy.seconds for busy in worked) / total),
+    )

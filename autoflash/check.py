@@ -22,6 +22,7 @@ from autoflash.runtime.launch import Launch, run_plan
 
 SAMPLED_ROWS = 64
 WHOLE_TILES = 384  # rows or keys: whole tiles of 64, 128 and 192
+NARROW = 70  # keys on a side of a window: more than one tile and less than two
 REPEATS = 3  # runs at the real size that must agree bit by bit
 
 
@@ -52,9 +53,10 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
 
     Their lengths end where its own do in a tile, and elsewhere; they differ between queries and
     keys, leave rows without a visible key and, in decode, are 0 and 1 too; one case has strides of
-    wider rows.
+    wider rows. Windows are narrowed, so that they have edges there.
     """
     kv_heads = min(problem.num_kv_heads, 2)
+    problem = _narrow(problem)
     small = replace(problem, num_heads=kv_heads * problem.group_size, num_kv_heads=kv_heads)
     if problem.op == "prefill":
         return (
@@ -72,7 +74,7 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
 
 def small_cases_of(problem: Problem) -> tuple[Case, ...]:
     """The same in fewer and shorter sequences, for an interpreter."""
-    small = replace(problem, num_heads=problem.group_size, num_kv_heads=1)
+    small = replace(_narrow(problem), num_heads=problem.group_size, num_kv_heads=1)
     if problem.op == "prefill":
         return (
             Case(replace(small, batch=1, seqlen_q=150, seqlen_k=150), as_timed=True),
@@ -82,6 +84,12 @@ def small_cases_of(problem: Problem) -> tuple[Case, ...]:
         Case(replace(small, batch=4, seqlen_k=150), (0, 1, 37, 150), as_timed=True),
         Case(replace(small, batch=1, seqlen_k=70), (70,), wide_rows=True),
     )
+
+
+def _narrow(problem: Problem) -> Problem:
+    """The same with a window that hides keys of short sequences too."""
+    left, right = (min(side, NARROW) for side in (problem.window_left, problem.window_right))
+    return replace(problem, window_left=left, window_right=right)
 
 
 def _ending_alike(problem: Problem) -> Problem:

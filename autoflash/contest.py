@@ -147,7 +147,8 @@ class Contest:
         """The higher rungs: more samples for those whose times overlap the best's."""
         for samples in self._lab.effort.rungs[1:]:
             for trial in overlapping(list(self._screened.values()), self._lab.effort.finalists):
-                if trial.samples < samples and not self._limit.over:
+                possible = min(samples, int(self._lab.effort.cap_us / (trial.median_us or 1.0)))
+                if trial.samples < possible and not self._limit.over:
                     self._time(trial.config, samples, self._lab.effort.cap_us, time.monotonic())
 
     def _time(self, config: Config, samples: int, cap_us: float, started: float) -> None:

@@ -12,8 +12,9 @@ class Effort:
 
     `rungs` are the samples of each successive screening, the first for every candidate.
 
-    Higher rungs and the rounds of a final are cut to `cap_us` of GPU time a candidate, the first
-    rung and cross timing to `first_cap_us`; at least one launch is made.
+    All samples of a candidate on the first rung are cut to `first_cap_us` of GPU time, those of a
+    higher one to `cap_us`; each sample of a final to `final_cap_us`, of cross timing to
+    `cross_cap_us`. At least one launch is made.
     """
 
     name: str
@@ -27,6 +28,8 @@ class Effort:
     eager_calls: int = 100
     cap_us: float = 100_000.0
     first_cap_us: float = 25_000.0
+    final_cap_us: float = 25_000.0
+    cross_cap_us: float = 10_000.0
 
 
 EFFORTS = {
@@ -34,7 +37,7 @@ EFFORTS = {
     for effort in (
         Effort("quick", 32, 16, (3,), 3, 7, 0, 0),
         Effort("standard", 200, 64, (5, 16), 6, 11, 3, 12),
-        Effort("max", 100_000, 100_000, (5, 16, 64, 256), 10, 31, 7, 32),
+        Effort("max", 100_000, 100_000, (5, 16, 64, 256), 10, 31, 7, 32, final_cap_us=100_000.0),
     )
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import copy
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from threading import RLock
 from typing import Self
 
@@ -43,6 +44,18 @@ class Lab:
     source: str = "measured"
 
 
+@dataclass
+class Binary:
+    """What configs that differ in their launch alone share; when it was asked for and compiled."""
+
+    future: Future[Resources]
+    asked_at: str
+    compiled_at: str = ""
+
+    def note_end(self, _: Future[Resources]) -> None:
+        self.compiled_at = _now()
+
+
 class Entrants:
     """Who may be timed in a group.
 
@@ -52,8 +65,8 @@ class Entrants:
 
     def __init__(self, lab: Lab, group: Group) -> None:
         self._lab, self.group = lab, group
-        self._futures: dict[Config, Future[Resources]] = {}
-        self._binaries: dict[Config, Future[Resources]] = {}
+        self._asked: dict[Config, Binary] = {}
+        self._binaries: dict[Config, Binary] = {}
         self._verdicts: dict[Config, Verdict] = {}
         self.resources: dict[Config, Resources] = {}
         self.failed: dict[Config, Trial] = {}
@@ -74,8 +87,8 @@ class Entrants:
 
     def _ask(self, configs: Sequence[Config], urgency: Urgency) -> None:
         for config in configs:
-            if config in self._futures:
-                self._lab.pool.hurry(self._futures[config], urgency)
+            if config in self._asked:
+                self._lab.pool.hurry(self._asked[config].future, urgency)
                 continue
             if config in self._verdicts or config in self.failed:
                 continue
@@ -90,34 +103,37 @@ class Entrants:
                 self.resources[config] = right[0].resources
                 self._verdicts[config] = _verdict_of(right[0])
             else:
-                self._futures[config] = self._compiling(config, urgency)
+                self._asked[config] = self._binary(config, urgency)
 
     def ready(self, configs: Sequence[Config], limit: TimeLimit) -> Iterator[Config]:
         """The configs as their compiling ends, those that need none first, until the limit."""
         self.ask(configs, Urgency.NOW)
         waiting: dict[Future[Resources], list[Config]] = {}
         for config in configs:
-            future = self._futures.get(config)
-            if future is None or future.done():
+            binary = self._asked.get(config)
+            if binary is None or binary.future.done():
                 yield config
             else:
-                waiting.setdefault(future, []).append(config)
+                waiting.setdefault(binary.future, []).append(config)
         while waiting and not limit.over:
             # a limit without end is no argument for wait()
             done, _ = wait(waiting, min(limit.left_s, 3600.0), FIRST_COMPLETED)
             for future in [f for f in waiting if f in done]:  # in the order of asking
                 yield from waiting.pop(future)
 
-    def _compiling(self, config: Config, urgency: Urgency) -> Future[Resources]:
-        """The future of the config's binary, which configs with another launch share."""
-        binary = family_of(config.family).binary(config)
-        if binary in self._binaries:
-            self._lab.pool.hurry(self._binaries[binary], urgency)
-        else:
-            gpu = self._lab.gpu
-            problems = [p for p in self.group.problems if why_refused(p, config, gpu) is None]
-            self._binaries[binary] = self._lab.pool.submit(problems, config, gpu, urgency)
-        return self._binaries[binary]
+    def _binary(self, config: Config, urgency: Urgency) -> Binary:
+        """The config's binary, asked for if nobody did yet."""
+        compiled = family_of(config.family).binary(config)
+        known = self._binaries.get(compiled)
+        if known is not None:
+            self._lab.pool.hurry(known.future, urgency)
+            return known
+        gpu, asked_at = self._lab.gpu, _now()
+        problems = [p for p in self.group.problems if why_refused(p, config, gpu) is None]
+        future = self._lab.pool.submit(problems, config, gpu, urgency)
+        binary = self._binaries[compiled] = Binary(future, asked_at)
+        future.add_done_callback(binary.note_end)
+        return binary
 
     def is_out(self, problem: Problem, config: Config) -> bool:
         """Whether an earlier failure speaks against trying the config on this problem."""
@@ -135,7 +151,7 @@ class Entrants:
             return True
         started = time.monotonic()
         try:
-            self.resources[config] = self._futures[config].result()
+            self.resources[config] = self._asked[config].future.result()
             reason = refused(self.resources[config], config, self._lab.gpu)
             if reason:
                 raise Failure("constraints", reason)
@@ -186,6 +202,7 @@ class Entrants:
     ) -> Trial:
         """A trial of this config without times; `verdict` replaces that of the group's check."""
         verdict = verdict or self._verdicts.get(config)
+        binary = self._asked.get(config)
         return Trial(
             problem,
             config,
@@ -197,6 +214,8 @@ class Entrants:
             rms_ratio=verdict.rms_ratio if verdict else None,
             lse_error=verdict.lse_error if verdict else None,
             seconds=seconds,
+            asked_at=binary.asked_at if binary else "",
+            compiled_at=binary.compiled_at if binary else "",
             resources=self.resources.get(config, Resources()),
         )
 
@@ -216,3 +235,7 @@ class Entrants:
 
 def _verdict_of(trial: Trial) -> Verdict:
     return Verdict("", trial.max_ratio or 0.0, trial.rms_ratio or 0.0, trial.lse_error or 0.0)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -10,7 +10,7 @@ from typing import Any
 from autoflash import __version__
 from autoflash.config import Config
 from autoflash.errors import ExportError
-from autoflash.families import FAMILIES, samples, why_refused
+from autoflash.families import FAMILIES, append_kv, samples, why_refused
 from autoflash.gpu import Gpu
 from autoflash.portfolio import Measured, Served, choose_portfolio, unseen_regrets
 from autoflash.problem import Problem, Variant
@@ -21,6 +21,7 @@ from autoflash.runtime.match import match_key, match_sizes
 from autoflash.single_file import joined_runtime
 from autoflash.whole_file import write_whole
 
+PUBLIC = ("ProblemError", "append_kv", "coverage", "decode", "explain", "prefill")
 MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
 
 DOCSTRING = '''"""Attention for the GPUs and shapes listed below: {functions}.
@@ -142,14 +143,16 @@ def _valid(gpu: Gpu, problem: Problem, config: Config) -> bool:
 def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
     imports, bodies = joined_runtime()
     docstring = DOCSTRING.format(
-        functions="prefill() and decode()", version=__version__, provenance=_provenance(winners)
+        functions="prefill(), decode() and append_kv()",
+        version=__version__,
+        provenance=_provenance(winners),
     )
     text = "\n".join(
         [
             docstring,
             "from __future__ import annotations\n",
             imports,
-            '__all__ = ["ProblemError", "coverage", "decode", "explain", "prefill"]\n\n',
+            f"__all__ = {list(PUBLIC)!r}\n\n".replace("'", '"'),
             bodies,
             "",
             _tables_text(winners, rows),
@@ -203,12 +206,13 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
 
 
 def _names(families: Iterable[str]) -> dict[tuple[str, ...], Variant]:
-    """Every variant of the families, by the family and the switches that are on."""
-    return {
+    """Every variant of the families and of what is not tuned, by name and switches that are on."""
+    tuned = {
         (name, *problem.switches): FAMILIES[name].variant(problem)
         for name in sorted(families)
         for problem in samples(FAMILIES[name])
     }
+    return tuned | {(each.family, *each.switches): each for each in append_kv.variants().values()}
 
 
 def _row(row: ExportedRow, knobs: Sequence[Any]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoflash.bench import SAMPLE_US, calls_in_graph, sets_needed
+from autoflash.bench import SAMPLE_US, calls_in_graph, graph_cap_us, sets_needed
 from autoflash.cards import chosen_cards
 from autoflash.config import Config
 from autoflash.effort import Effort
@@ -149,8 +149,10 @@ def _timing_s(problem: Problem, gpu: Gpu, effort: Effort) -> float:
     least = floor(problem, gpu)
     call_us = least.floor_us * OVER_ROOFLINE or UNKNOWN_US
     sets = sets_needed(least.bytes_moved, gpu.l2_bytes, gpu.memory_gib * 2**30)
-    sample_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, effort.first_cap_us))
-    screened_us = 3 * call_us + min(effort.first_cap_us, effort.rungs[0] * sample_us)
+    graph_us = graph_cap_us(effort.first_cap_us, effort.rungs[0])
+    of_graph_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, graph_us))
+    screened_us = 2 * call_us + min(effort.first_cap_us, (effort.rungs[0] + 1) * of_graph_us)
+    sample_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, effort.final_cap_us))
     finals_us = effort.finalists * effort.rounds * sample_us / effort.max_candidates
     return (screened_us + finals_us) / 1e6
 

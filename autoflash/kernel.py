@@ -29,7 +29,8 @@ from autoflash.records import Resources
 from autoflash.render import Rendered, render
 from autoflash.runtime.launch import Launch, compile_plan
 from autoflash.runtime.load import load_text
-from autoflash.runtime.modifiers import prefill_plan
+from autoflash.runtime.modifiers import modifiers_of, prefill_plan
+from autoflash.runtime.scales import cache_form
 from autoflash.whole_file import write_whole
 
 WARP_SIZE = {"nvidia": 32, "amd": 64}
@@ -120,12 +121,12 @@ def plan_of(
     tail = (gpu.num_sms, config.as_dict(), new_workspace or plain_workspace)
     if p.op == "prefill":
         plain = (inputs.q, inputs.k, inputs.v, out, lse, scale, p.layout, *tail)
-        return prefill_plan(module, p, inputs.modifiers, *plain)
+        return prefill_plan(module, p, modifiers_of(p, inputs.modifiers), *plain)
     scales = (inputs.k_scale, inputs.v_scale) if p.quantised else ()
     return module.plan(
         inputs.q,
-        inputs.k,
-        inputs.v,
+        cache_form(inputs.k),
+        cache_form(inputs.v),
         *scales,
         inputs.cache_seqlens,
         inputs.block_table,

@@ -47,8 +47,11 @@ class Variant:
     @property
     def name(self) -> str:
         """The golden's name: the family, then every switch that is on."""
-        switches = [switch for switch in SWITCHES if getattr(self, switch)]
-        return "_".join([self.family, *switches])
+        return "_".join([self.family, *self.switches])
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        return tuple(switch for switch in SWITCHES if getattr(self, switch))
 
 
 SWITCHES = tuple(field.name for field in fields(Variant) if field.type is bool)

@@ -42,7 +42,9 @@ class Trial:
     `stage` says where in the search it was made: `screen` few launches, `final` interleaved with
     the default, `cross` a finalist of another shape of the group, `predicted` never run.
     `regime` is `none` when nothing was timed. `error` holds the reason of every status but
-    `correct`. `max_ratio` and `rms_ratio` are errors over the eager computation's error.
+    `correct`. `max_ratio` and `rms_ratio` are errors over the eager computation's error. `seconds`
+    is how long its work took. `asked_at` and `compiled_at` say when its binary was asked for and
+    when it was there, "" where an earlier run had it.
     """
 
     problem: Problem
@@ -61,6 +63,8 @@ class Trial:
     lse_error: float | None = None
     seconds: float = 0.0
     error: str = ""
+    asked_at: str = ""  # ISO 8601, UTC, as the next
+    compiled_at: str = ""
     resources: Resources = Resources()
     clocks: Clocks = Clocks()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from autoflash.families import family_of
+from autoflash.families import parts_of
 from autoflash.problem import Variant
 
 AFTER_BLOCK = re.compile(r"(\n[ \t]+[^\n]*)\n(?=[@#A-Za-z])")  # a top-level line glued to a body
@@ -70,7 +70,7 @@ def digest(text: str) -> str:
 def _rendered_parts(variant: Variant) -> tuple[tuple[str, str], ...]:
     environment = _environment()
     parts = []
-    for part in family_of(variant.family).parts:
+    for part in parts_of(variant.family):
         body = environment.get_template(part).render(variant=variant).strip("\n") + "\n"
         if not body.strip():
             continue  # the variant needs nothing of this part

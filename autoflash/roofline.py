@@ -48,26 +48,26 @@ def _clamped_sum(first: int, count: int, top: int) -> int:
     return below(first + count) - below(first)
 
 
-def _seen_keys(problem: Problem, keys: int) -> int:
-    """Keys of a sequence of `keys` that some query of it sees."""
-    left, _ = problem.window
-    return keys if left < 0 else min(keys, problem.seqlen_q + left)
+def cache_bytes(problem: Problem) -> int:
+    """Bytes of K and V, scales of tokens included, that the sequences' queries see."""
+    p = problem
+    first, *others = sequence_lengths(p)
+    live = (first, *(max(0, keys - shared_tokens(p)) for keys in others))  # each once
+    reach = p.seqlen_q + p.window_left if p.window_left >= 0 else p.seqlen_k
+    keys = sum(min(each, reach) for each in live)
+    scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
+    return keys * p.num_kv_heads * ((p.head_dim + p.head_dim_v) * p.kv_dtype_bytes + scales)
 
 
 def floor(problem: Problem, gpu: Gpu) -> Floor:
     """Flops of both products on visible pairs; each byte read or written once."""
     p = problem
     flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
-    first, *others = sequence_lengths(p)
-    seen = (max(0, keys - shared_tokens(p)) for keys in others)  # each once
-    keys = sum(_seen_keys(p, each) for each in (first, *seen))
-    scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
-    row = (p.head_dim + p.head_dim_v) * p.kv_dtype_bytes + scales
-    cache = keys * p.num_kv_heads * row
     rows = p.batch * p.seqlen_q * p.num_heads
-    bias = visible_pairs(p) // p.batch * p.num_heads * p.dtype_bytes if p.bias else 0
-    q_and_out = p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype]
-    moved = cache + bias + rows * q_and_out
+    moved = rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])
+    moved += cache_bytes(p)
+    if p.bias:  # the same for all sequences
+        moved += visible_pairs(p) // p.batch * p.num_heads * p.dtype_bytes
     if not (gpu.dram_gbps and gpu.tflops_16bit):
         return Floor(flops, moved, 0.0, "memory" if p.op == "decode" else "compute")
     # fp32 products run as fp32 on the ordinary cores: a sixteenth of the 16-bit tensor rate

@@ -65,7 +65,7 @@ def _enter(
     try:
         verdict = lab.worker.check_full(config, lab.seed)
         effort = lab.effort
-        lab.worker.arm(config, effort.cap_us if stage == "final" else effort.first_cap_us)
+        lab.worker.arm(config, effort.final_cap_us if stage == "final" else effort.cross_cap_us)
     except Failure as failure:
         entrants.fail(problem, config, stage, failure, time.monotonic() - started)
         return None

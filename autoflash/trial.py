@@ -10,12 +10,14 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from autoflash.accuracy import Budget, Verdict
 from autoflash.bench import (
+    GPU_CLOCK,
     PATIENT_LEAD_CYCLES,
     CallGraph,
     Timing,
     calls_in_graph,
     eager_samples,
     event_us,
+    graph_cap_us,
     replays_for,
     sets_needed,
 )
@@ -58,15 +60,18 @@ class CudaDevice(Checker):
     def uuid(self) -> str:
         return self._uuid
 
+    def gpu_s(self) -> float:
+        return GPU_CLOCK.seconds
+
     def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
-        with _failures():
+        with _failures(), GPU_CLOCK.counting():
             return super().check(problem, config, seed)
 
     def prepare(self, problem: Problem, seed: int) -> None:
         self.release()
         # every set has the lengths of the problem's own roofline
         lengths = sequence_lengths(problem) if problem.op == "decode" else None
-        with _failures():
+        with _failures(), GPU_CLOCK.counting():
             while not self._sets or len(self._sets) < self._sets_wanted():
                 number = seed * 1000 + len(self._sets)
                 inputs = make_inputs(problem, number, "cuda", lengths, poison=False)
@@ -89,7 +94,9 @@ class CudaDevice(Checker):
                 call_us = event_us(lambda: self._call(config, 1), PATIENT_LEAD_CYCLES)
             if call_us > give_up_us:
                 return Timing((call_us,), self._telemetry.clocks(), dropped=True)
-            graph = self._graph(config, call_us, cap_us)
+            if call_us > cap_us:  # beside which the host's part in it is nothing
+                return Timing((call_us,), self._telemetry.clocks())
+            graph = self._graph(config, call_us, graph_cap_us(cap_us, samples))
             if graph.calls > 1:
                 call_us = graph.sample()  # warms caches and clock, and measures without the host
             affordable = int(cap_us / max(call_us * graph.calls, 1.0))
@@ -98,7 +105,7 @@ class CudaDevice(Checker):
             return Timing(taken, self._telemetry.clocks())
 
     def check_full(self, config: Config, seed: int) -> Verdict:
-        with _failures():
+        with _failures(), GPU_CLOCK.counting():
             inputs = self._sets[0][0]
             rows = sample_rows(inputs.problem, seed)
             if self._budget is None:
@@ -110,7 +117,9 @@ class CudaDevice(Checker):
             self._call(config, 0)
             call_us = event_us(lambda: self._call(config, 1))
             graph = self._graph(config, call_us, cap_us)
-            self._graphs[config] = (graph, replays_for(graph.sample(), graph.calls))
+            if graph.calls > 1:
+                call_us = graph.sample()
+            self._graphs[config] = (graph, replays_for(call_us, graph.calls))
 
     def sample(self, config: Config) -> tuple[float, bool]:
         with _failures():
@@ -126,7 +135,8 @@ class CudaDevice(Checker):
             self._call(config, 0)
             call_us = event_us(lambda: self._call(config, 1))
             affordable = max(1, int(cap_us / call_us))
-            taken = eager_samples(lambda i: self._call(config, i), min(calls, affordable))
+            with GPU_CLOCK.counting():
+                taken = eager_samples(lambda i: self._call(config, i), min(calls, affordable))
             return Timing(taken, self._telemetry.clocks())
 
     def _sets_wanted(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoflash import gpu as gpus
 from autoflash.ahead import compiled_ahead
-from autoflash.busy import Busy, busy_share
+from autoflash.busy import Busy, Shares, shares_of
 from autoflash.cards import open_card
 from autoflash.child import Failure
 from autoflash.clocks import clock_locked
@@ -34,7 +34,7 @@ from autoflash.toolchain import Toolchain, detect_toolchain
 from autoflash.worker import DEADLINES, Deadlines, Device, LimitReached, Worker
 from autoflash.workload import Workload
 
-PROTOCOL = "2: CUDA graphs over rotating buffers beyond twice the L2 cache, paired rounds"
+PROTOCOL = "3: CUDA graphs over rotating buffers beyond twice the L2 cache, paired rounds"
 NO_GPU = "No GPU here: kernels are compiled for {}, checked in an interpreter and only predicted"
 
 
@@ -69,10 +69,10 @@ class Options:
 class TuneResult:
     """What a run came to. `undecided` are problems without a decision, each with the reason.
 
-    `trials` were made in this run, `reused` were taken from earlier ones. `busy` is the share of
-    the time from the first trial to the last that the GPUs' processes were at work, None where
-    nothing was tried. `anytime` has for each problem the seconds since the run's start and the
-    best time from then on.
+    `trials` were made in this run, `reused` were taken from earlier ones. `busy` says for which
+    share of the time from the first trial to the last the GPUs and their processes were at work,
+    None where nothing was tried. `anytime` has for each problem the seconds since the run's start
+    and the best time from then on.
     """
 
     gpu: Gpu
@@ -84,7 +84,7 @@ class TuneResult:
     trials: int
     reused: int
     seconds: float
-    busy: float | None = None
+    busy: Shares | None = None
     anytime: tuple[tuple[Problem, tuple[tuple[float, float], ...]], ...] = ()
 
 
@@ -366,6 +366,6 @@ def result_of(
         trials=lab.journal.trials,
         reused=lab.journal.reused,
         seconds=lab.limit.elapsed_s,
-        busy=busy_share(of_gpus),
+        busy=shares_of(of_gpus),
         anytime=tuple((p, tuple(points)) for p, points in store.anytime(run_id).items()),
     )

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from autoflash.accuracy import Verdict
@@ -35,6 +36,10 @@ class CheckingDevice(Protocol):
 
 class Device(CheckingDevice, Protocol):
     """One that can time as well."""
+
+    def gpu_s(self) -> float:
+        """For how many seconds the GPU was at work on the calls so far, checks counted whole."""
+        ...
 
     def uuid(self) -> str:
         """By which NVML knows the card."""
@@ -69,6 +74,19 @@ class Device(CheckingDevice, Protocol):
         ...
 
 
+class Serving:
+    """A device in its process, which tells with every answer how long its GPU worked for it."""
+
+    def __init__(self, device: Callable[[], CheckingDevice]) -> None:
+        self._device: Any = device()
+        # one without a GPU is at work for as long as a call takes
+        self._gpu_s: Callable[[], float] = getattr(self._device, "gpu_s", time.monotonic)
+
+    def answer(self, method: str, *arguments: Any) -> tuple[Any, float]:
+        began_s = self._gpu_s()
+        return getattr(self._device, method)(*arguments), self._gpu_s() - began_s
+
+
 @dataclass(frozen=True)
 class Deadlines:
     """Seconds after which a process that does not answer is killed."""
@@ -97,7 +115,7 @@ class Worker:
         limit_s: Callable[[], float] = lambda: float("inf"),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._child = Child(device, environment)
+        self._child = Child(partial(Serving, device), environment)
         self._deadlines, self._limit_s = deadlines, limit_s
         self._prepared: tuple[Problem, int] | None = None
         self._armed: dict[Config, float] = {}
@@ -116,7 +134,7 @@ class Worker:
         """Raises DeviceError when the process cannot be started."""
         deadline_s = self._deadlines.prepare_s
         try:
-            return twice(lambda: self._child.call("hello", deadline_s=deadline_s))
+            return twice(lambda: self._child.call("answer", "hello", deadline_s=deadline_s))[0]
         except Failure as failure:
             raise DeviceError(f"the GPU's worker cannot be started: {failure.reason}") from None
 
@@ -179,15 +197,18 @@ class Worker:
         left_s = self._limit_s()
         if left_s <= 0:
             raise LimitReached
-        began = time.monotonic()
+        began, gpu_s = time.monotonic(), 0.0  # of a call that fails nobody knows
         try:
-            return self._child.call(method, *arguments, deadline_s=min(deadline_s, left_s))
+            answer, gpu_s = self._child.call(
+                "answer", method, *arguments, deadline_s=min(deadline_s, left_s)
+            )
+            return answer
         except Failure as failure:
             if failure.status == "timeout" and left_s < deadline_s:
                 raise LimitReached from None
             raise
         finally:
-            self.busy.add(began, time.monotonic())
+            self.busy.add(began, time.monotonic(), gpu_s)
 
     def _restore(self) -> None:
         """Bring a new process to where the dead one was."""

@@ -28,6 +28,7 @@ from pydantic_core import CoreSchema, ErrorDetails
 
 from autoflash.errors import WorkloadError
 from autoflash.problem import Problem, ProblemError
+from autoflash.runtime.problem import reached_window
 
 MAX_FILE_BYTES = 1 << 20
 MAX_PROBLEMS = 4096
@@ -84,6 +85,7 @@ OneOrMany = Annotated[
 ]
 Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
 NotNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Side = Annotated[int, Field(ge=-1, le=INT32_MAX)]  # of a window; -1 is unbounded
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Dtype = Literal["bf16", "fp16", "fp32"]
 KvDtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8"]
@@ -110,6 +112,12 @@ class PrefillEntry(Model):
     seqlen_k: OneOrMany[Positive] = Field(default_factory=list)
     causal: OneOrMany[bool] = Field(default=[True])
     layout: OneOrMany[Literal["bshd", "bhsd"]] = Field(default=["bshd"])
+    window_left: OneOrMany[Side] = Field(default=[-1])
+    window_right: OneOrMany[Side] = Field(default=[-1])
+    softcap: OneOrMany[bool] = Field(default=[False])
+    alibi: OneOrMany[bool] = Field(default=[False])
+    bias: OneOrMany[bool] = Field(default=[False])
+    sinks: OneOrMany[bool] = Field(default=[False])
     weight: Weight = 1.0
 
 
@@ -184,7 +192,7 @@ def _problems(op: str, values: dict[str, list[Any]]) -> Iterator[Problem]:
     for choice in product(*values.values()):
         fields = dict(zip(values, choice, strict=True))
         fields.setdefault("seqlen_k", fields["seqlen_q"])
-        yield Problem(op=op, **fields)
+        yield reached_window(Problem(op=op, **fields))
 
 
 def _mistake(raw: Any, details: ErrorDetails) -> str:
@@ -225,6 +233,8 @@ def _reason(details: ErrorDetails) -> str:
             return f"{given} is none of {limits['expected'].replace(chr(39), '')}"
         case "greater_than_equal" if limits["ge"] == 0:
             return f"{given} is negative"
+        case "greater_than_equal" if limits["ge"] == -1:
+            return f"{given} is neither a number of keys nor -1 for unbounded"
         case "greater_than_equal" | "greater_than":
             return f"{given} is not positive"
         case "less_than_equal":

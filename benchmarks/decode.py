@@ -1,200 +1,310 @@
-"""Decode beside FlashInfer and FlashAttention-3: 20 paged cases, one interleaved run.
+"""Decode beside SDPA (cuDNN), FlashInfer, FlashAttention-3 and 4 and vLLM's Triton kernel.
 
-One query token a sequence, page 16, bf16; caches rotate so that none is served from L2. Ragged
-lengths are uniform in [L/8, L], the first one L.
+The problems of benchmarks/workloads/decode.yaml (20 paged cases) and decode-more.yaml (other pages
+and layouts, quantised caches, several query tokens, large batches, long contexts); each case is one
+interleaved run. Beside all stands a plain kernel that reads as many bytes. Caches rotate so that
+none is served from L2; ragged lengths are uniform in [L/8, L], the first one L.
 """
 
-import functools
-from collections.abc import Callable
+import argparse
+import gc
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from decode_peers import PEERS, Contender, Maker, autoflash, peer_versions
 from harness import (
-    Call,
-    Unavailable,
+    STEADY,
+    Times,
     arguments,
     buffer_sets,
     case_result,
     geometric_mean,
-    interleaved_us,
+    interleaved,
     load_module,
     write_results,
 )
+from read_floor import fastest_readers
 
-from autoflash.accuracy import Budget
-from autoflash.gpu import detect
+from autoflash.accuracy import Budget, Verdict
+from autoflash.check import picked, sample_rows
+from autoflash.decision import paired_interval
+from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
-from autoflash.roofline import floor
+from autoflash.roofline import cache_bytes, floor
+from autoflash.workload import load_workload
 
-PAGE_SIZE = 16
-SHAPES = (  # batch, num_heads, num_kv_heads, seqlen_k, head_dim
-    (1, 32, 8, 1024, 128),
-    (1, 32, 8, 4096, 128),
-    (1, 32, 8, 32768, 128),
-    (8, 32, 8, 8192, 128),
-    (64, 32, 8, 1024, 128),
-    (64, 32, 8, 4096, 128),
-    (128, 32, 8, 8192, 128),
-    (16, 64, 8, 16384, 128),
-    (32, 32, 32, 2048, 128),
-    (32, 16, 1, 8192, 256),
-)
-CHECKED_BYTES = 2**31  # caches larger than this are not compared with the fp64 reference
-
-
-def flashinfer_calls(inputs: list[Inputs]) -> list[Call]:
-    """FlashInfer's paged decode, planned on the host once, as its users do each step."""
-    try:
-        import flashinfer
-    except ImportError as error:
-        raise Unavailable(f"flashinfer: {error}") from None
-    calls = []
-    for one in inputs:
-        p = one.problem
-        assert one.cache_seqlens is not None and one.block_table is not None
-        pages = (one.cache_seqlens + p.page_size - 1) // p.page_size
-        indptr = torch.zeros(p.batch + 1, dtype=torch.int32, device=one.q.device)
-        indptr[1:] = pages.cumsum(0)
-        used = torch.arange(one.block_table.shape[1], device=one.q.device)[None] < pages[:, None]
-        workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=one.q.device)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=p.group_size > 1
-        )
-        wrapper.plan(
-            indptr,
-            one.block_table[used],
-            (one.cache_seqlens - 1) % p.page_size + 1,
-            p.num_heads,
-            p.num_kv_heads,
-            p.head_dim,
-            p.page_size,
-            q_data_type=one.q.dtype,
-            kv_data_type=one.k.dtype,
-        )
-        calls.append(functools.partial(wrapper.run, one.q[:, 0], (one.k, one.v)))
-    return calls
-
-
-def flash_attention_3_calls(inputs: list[Inputs]) -> list[Call]:
-    """FlashAttention-3's varlen call over a paged cache, as vLLM ships it."""
-    try:
-        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-    except ImportError as error:
-        raise Unavailable(f"vllm's flash-attention 3: {error}") from None
-    calls = []
-    for one in inputs:
-        p = one.problem
-        calls.append(
-            functools.partial(
-                flash_attn_varlen_func,
-                one.q[:, 0],
-                one.k,
-                one.v,
-                max_seqlen_q=1,
-                cu_seqlens_q=torch.arange(p.batch + 1, dtype=torch.int32, device=one.q.device),
-                max_seqlen_k=p.seqlen_k,
-                seqused_k=one.cache_seqlens,
-                block_table=one.block_table,
-                causal=True,
-                fa_version=3,
-            )
-        )
-    return calls
-
-
-PEERS: dict[str, Callable[[list[Inputs]], list[Call]]] = {
-    "flashinfer": flashinfer_calls,
-    "flash_attention_3": flash_attention_3_calls,
-}
+FOLDER = Path(__file__).parent / "workloads"
+WORKLOADS = [FOLDER / "decode.yaml", FOLDER / "decode-more.yaml"]
+READ = "read"  # what is timed beside autoflash and is no peer
+WHOLE_BYTES = 2**28  # larger caches are judged by some of their rows
+ONE_SET_BYTES = 2**32  # larger caches are cold without a second one
+FREE_SHARE = 0.9  # of the GPU's free memory that inputs may take
+CLIFF = 1.10  # how much slower than a neighbour with more work is too much
 
 
 def main() -> None:
+    options = parsed()
+    module, gpu = load_module(options.module), detect()
+    timed = partial(interleaved, gpu_us=1e3 * options.gpu_ms, pace=STEADY)
+    started, results = time.monotonic(), []
+    done = set()
+    for workload in options.workload:
+        for problem, _ in load_workload(workload).problems:
+            if options.cases not in name_of(problem) or problem in done:
+                continue
+            done.add(problem)
+            makers = makers_of(module, problem, options.peers, not options.no_hints)
+            result = run_case(problem, makers, module, gpu, timed)
+            if result:
+                results.append({**result, "workload": workload.stem})
+                tell(result)
+            gc.collect()
+            torch.cuda.empty_cache()
+    summary = summary_of(results)
+    for what, figures in summary.items():
+        print(what, figures)
+    stem = "decode" if options.workload == WORKLOADS else options.workload[0].stem
+    path = write_results(
+        stem + ("-no-hints" if options.no_hints else ""),
+        results,
+        peer_versions(),
+        summary=summary,
+        seconds=round(time.monotonic() - started),
+    )
+    print(path)
+
+
+def parsed() -> argparse.Namespace:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--no-hints", action="store_true", help="leave out max_seqlen_k, lengths")
-    options = parser.parse_args()
-    module = load_module(options.module)
-    gpu = detect()
-    results = []
-    for lengths in ("equal", "ragged"):
-        for batch, num_heads, num_kv_heads, seqlen_k, head_dim in SHAPES:
-            problem = Problem(
-                op="decode",
-                dtype="bf16",
-                batch=batch,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                seqlen_q=1,
-                seqlen_k=seqlen_k,
-                page_size=PAGE_SIZE,
-                lengths=lengths,
-            )
-            name = f"{batch} {num_heads}/{num_kv_heads} {seqlen_k} {head_dim} {lengths}"
-            if options.cases in name:
-                hints = {} if options.no_hints else {"max_seqlen_k": seqlen_k, "lengths": lengths}
-                results.append(run_case(name, problem, module, hints, gpu.l2_bytes))
-                torch.cuda.empty_cache()
-    ratios = [result["ratio"] for result in results if result["ratio"]]
-    summary = {"geometric_mean": round(geometric_mean(ratios), 4), "worst": min(ratios, default=0)}
-    print(f"ratio to the best peer: geometric mean {summary['geometric_mean']}, {summary['worst']}")
-    suffix = "-no-hints" if options.no_hints else ""
-    print(write_results(f"decode{suffix}", results, **summary))
+    parser.add_argument("--workload", type=Path, nargs="+", default=WORKLOADS)
+    parser.add_argument(
+        "--no-hints", action="store_true", help="leave out max_seqlen_k, lengths and pages"
+    )
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument(
+        "--gpu-ms", type=float, default=400.0, help="of GPU time for a contender of a case"
+    )
+    return parser.parse_args()
+
+
+def name_of(problem: Problem) -> str:
+    """A case in a few words: `1 32/8 1024 128 equal`, and what is not as in the 20 cases."""
+    p = problem
+    words = [str(p.batch), f"{p.num_heads}/{p.num_kv_heads}", str(p.seqlen_k), str(p.head_dim)]
+    words.append(p.lengths)
+    if p.page_size != 16:
+        words.append(f"page {p.page_size}" if p.paged else "contiguous")
+    if p.pages in ("contiguous", "shared"):
+        words.append(f"{p.pages} pages")
+    if p.kv_layout != "nhd":
+        words.append(p.kv_layout)
+    if p.dtype != "bf16":
+        words.append(p.dtype)
+    if p.quantised:
+        words.append(f"{p.kv_dtype} {p.kv_scales}")
+    if p.seqlen_q > 1:
+        words.append(f"{p.seqlen_q} queries")
+    return " ".join(words)
+
+
+def makers_of(
+    module: ModuleType, problem: Problem, peers: Sequence[str], hints: bool
+) -> dict[str, Maker]:
+    """Everyone who takes part, by name."""
+    told = {"max_seqlen_k": problem.seqlen_k, "lengths": problem.lengths}
+    if problem.paged:
+        told["pages"] = problem.pages
+    ours = partial(autoflash, module, told if hints else {})
+    return {"autoflash": ours, **{name: PEERS[name] for name in peers}}
 
 
 def run_case(
-    name: str, problem: Problem, module: ModuleType, hints: dict[str, Any], l2_bytes: int
-) -> dict[str, Any]:
-    moved = floor(problem, detect()).bytes_moved
-    sets = buffer_sets(moved, l2_bytes)
+    problem: Problem,
+    makers: Mapping[str, Maker],
+    module: ModuleType,
+    gpu: Gpu,
+    timed: Callable[[Mapping[str, Sequence[Any]]], Mapping[str, Times]],
+) -> dict[str, Any] | None:
+    """One case of the results; None, and a line that says so, where there is no room for it."""
+    name, moved = name_of(problem), floor(problem, gpu).bytes_moved
+    sets = 1 if moved > ONE_SET_BYTES else buffer_sets(moved, gpu.l2_bytes)
+    if sets * moved > FREE_SHARE * torch.cuda.mem_get_info()[0]:
+        print(f"{name}: left out, its caches do not fit into the GPU's memory")
+        return None
     inputs = [make_inputs(problem, seed, "cuda", poison=False) for seed in range(sets)]
-    # one set of lengths for all, so that every call of a graph does the same work
-    for one in inputs[1:]:
+    for one in inputs[1:]:  # one set of lengths for all: every call of a graph does the same work
         one.cache_seqlens.copy_(inputs[0].cache_seqlens)
-    contenders = {
-        "autoflash": [
-            functools.partial(
-                module.decode,
-                one.q[:, 0],
-                one.k,
-                one.v,
-                one.cache_seqlens,
-                block_table=one.block_table,
-                **hints,
-            )
-            for one in inputs
-        ]
-    }
-    unavailable = {}
-    for peer, make_calls in PEERS.items():
-        try:
-            contenders[peer] = make_calls(inputs)
-            contenders[peer][0]()
-        except Unavailable as error:
-            unavailable[peer] = str(error)
-    errors = {}
-    if moved <= CHECKED_BYTES:
-        budget = Budget(inputs[0])
-        for contender, calls in contenders.items():
-            out = calls[0]()
-            verdict = budget.judge(out.unsqueeze(1), None)
-            errors[contender] = round(verdict.max_ratio, 3)
-            if contender == "autoflash" and not verdict.correct:
-                raise SystemExit(f"error: {name}: {verdict.reason}")
-    times = interleaved_us(contenders)
-    how = module.explain(contenders["autoflash"][0])
-    result = case_result(
-        {"name": name, "page_size": PAGE_SIZE, "lengths": problem.lengths},
-        times,
-        unavailable,
-        tb_per_s=round(moved / times["autoflash"] / 1e6, 3),
-        errors_over_eager=errors,
-        served={"how": how["how"], "family": how["family"], "knobs": how["knobs"]},
+    contenders, left_out, imprecise, errors = admitted(name, inputs, makers)
+    calls = {each: contender.calls for each, contender in contenders.items()}
+    calls[READ] = fastest_readers(inputs, gpu.num_sms)
+    times = timed(calls)
+    how = module.explain(contenders["autoflash"].calls[0])
+    served = {key: how[key] for key in ("how", "family", "knobs")}
+    return result_of(
+        name, problem, times, left_out, imprecise, errors_over_eager=errors, served=served
     )
-    shown = "  ".join(f"{contender} {us:.1f}" for contender, us in times.items())
-    print(f"{name:32s} {shown}  ratio {result['ratio']}  ({how['how']})", flush=True)
-    return result
+
+
+def admitted(
+    name: str, inputs: list[Inputs], makers: Mapping[str, Maker]
+) -> tuple[dict[str, Contender], dict[str, str], dict[str, str], dict[str, float]]:
+    """Contenders; why others are left out; who is beyond the error budget; errors over eager's.
+
+    A peer that rounds more than we may, as one whose queries are fp8, is timed and is no peer of
+    the ratio. Raises SystemExit when it is autoflash that is left out or imprecise.
+    """
+    judge = referee(inputs[0])
+    contenders, left_out, imprecise, errors = {}, {}, {}, {}
+    for contender, make in makers.items():
+        try:
+            made = make(inputs)
+            out = made.out()
+            for call in made.calls[1:]:
+                call()
+            verdict = judge(out)
+        except Exception as error:  # a peer may raise anything: it is named with it
+            left_out[contender] = told(error)
+            continue
+        if not out.isfinite().all():
+            left_out[contender] = "wrong: out is not finite"
+            continue
+        contenders[contender] = made
+        errors[contender] = round(verdict.max_ratio, 3)
+        if not verdict.correct:
+            imprecise[contender] = verdict.reason
+    for wrong in (left_out, imprecise):
+        if "autoflash" in wrong:
+            raise SystemExit(f"error: {name}: autoflash: {wrong['autoflash']}")
+    return contenders, left_out, imprecise, errors
+
+
+def referee(inputs: Inputs) -> Callable[[torch.Tensor], Verdict]:
+    """Judges an output by the error budget: whole, or some rows of a large problem."""
+    problem = inputs.problem
+    if cache_bytes(problem) <= WHOLE_BYTES:
+        whole = Budget(inputs)
+        return lambda out: whole.judge(out, None)
+    rows = sample_rows(problem, seed=0)
+    budget = Budget(inputs, rows=rows)
+    return lambda out: budget.judge(picked(problem, out, None, rows)[0], None)
+
+
+def told(error: BaseException) -> str:
+    """The first line of an error, with its type."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def result_of(
+    name: str,
+    problem: Problem,
+    times: Mapping[str, Times],
+    left_out: Mapping[str, str],
+    imprecise: Mapping[str, str],
+    **more: Any,
+) -> dict[str, Any]:
+    """One case of the results. `of_read_percent` is the read's time in percent of ours.
+
+    `ratio_interval` is that of the paired rounds of autoflash and the best peer, at 95 %.
+    """
+    p = problem
+    medians = {each: one.median_us for each, one in times.items()}
+    peers = {each: us for each, us in medians.items() if each != READ and each not in imprecise}
+    best = min((each for each in peers if each != "autoflash"), key=peers.__getitem__, default=None)
+    beside = None
+    if best is not None:
+        paired = paired_interval(times[best].samples_us, times["autoflash"].samples_us)
+        beside = {"peer": best, "low": round(1 + paired.low, 4), "high": round(1 + paired.high, 4)}
+    case = {
+        "name": name,
+        "batch": p.batch,
+        "num_heads": p.num_heads,
+        "num_kv_heads": p.num_kv_heads,
+        "head_dim": p.head_dim,
+        "seqlen_q": p.seqlen_q,
+        "seqlen_k": p.seqlen_k,
+        "page_size": p.page_size,
+        "pages": p.pages,
+        "kv_layout": p.kv_layout,
+        "lengths": p.lengths,
+        "kv_dtype": p.kv_dtype,
+        "kv_scales": p.kv_scales,
+    }
+    cached, ours, read = cache_bytes(p), medians["autoflash"], medians.get(READ)
+    return case_result(
+        case,
+        peers,
+        left_out,
+        ratio_interval=beside,
+        imprecise={each: [round(medians[each], 2), why] for each, why in imprecise.items()},
+        cache_mib=round(cached / 2**20, 1),
+        tb_per_s=round(cached / ours / 1e6, 3),
+        read_us=round(read, 2) if read else None,
+        of_read_percent=round(100 * read / ours, 1) if read else None,
+        spread_percent={each: round(one.spread_percent, 2) for each, one in times.items()},
+        sm_clock_mhz={each: one.sm_clock_mhz for each, one in times.items()},
+        regime={each: one.regime for each, one in times.items()},
+        rounds=len(times["autoflash"].samples_us),
+        **more,
+    )
+
+
+def tell(result: Mapping[str, Any]) -> None:
+    """The case in one line, and a line for each peer that is not in it."""
+    peers = "  ".join(f"{each} {us}" for each, us in result["peers"].items())
+    how, ratio = result["served"]["how"], result["ratio"]
+    print(
+        f"{result['case']['name']:40s} {result['ours']} us  {peers}  ratio {ratio},"
+        f" {result['of_read_percent']} % of a read of {result['cache_mib']} MiB ({how})"
+    )
+    for peer, (us, why) in result["imprecise"].items():
+        print(f"    {peer} {us} us is less precise: {why}")
+    for peer, reason in result.get("unavailable", {}).items():
+        print(f"    {peer} is left out: {reason}")
+    sys.stdout.flush()
+
+
+def summary_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Geometric mean and worst of autoflash over the best peer of each workload; cliffs."""
+    ratios: dict[str, dict[str, float]] = defaultdict(dict)
+    for result in results:
+        if result["ratio"]:
+            ratios[result["workload"]][result["case"]["name"]] = result["ratio"]
+    summary: dict[str, Any] = {
+        workload: {
+            "cases": len(of_workload),
+            "geometric_mean": round(geometric_mean(list(of_workload.values())), 4),
+            "worst": min(of_workload.values()),
+            "worst_case": min(of_workload, key=of_workload.__getitem__),
+        }
+        for workload, of_workload in ratios.items()
+    }
+    return {**summary, "cliffs": cliffs(results)}
+
+
+def cliffs(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Cases that are more than CLIFF slower than one with as many or more sequences and keys."""
+    points = {}
+    for result in results:
+        case = {k: v for k, v in result["case"].items() if k not in ("name", "batch", "seqlen_k")}
+        size = (result["case"]["batch"], result["case"]["seqlen_k"])
+        points[tuple(case.items()), size] = (result["ours"], result["case"]["name"])
+    return [
+        f"{name} {us} us, {more_name} {more_us} us"
+        for ((case, size), (us, name)), ((other, more), (more_us, more_name)) in product(
+            points.items(), repeat=2
+        )
+        if case == other and size[0] <= more[0] and size[1] <= more[1] and us > CLIFF * more_us
+    ]
 
 
 if __name__ == "__main__":

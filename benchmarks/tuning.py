@@ -156,6 +156,7 @@ def compare(problems: dict[str, Problem], seed: int) -> None:
         cases,
         seconds={"standard": round(standard.seconds, 1), "exhaustive": round(most.seconds, 1)},
         trials={"standard": standard.trials, "exhaustive": most.trials},
+        gpu_busy={"standard": _gpu_busy(standard), "exhaustive": _gpu_busy(most)},
         geomean_over_exhaustive=round(geometric_mean(losses), 4),
         worst_over_exhaustive=round(max(losses), 4),
     )
@@ -179,6 +180,10 @@ def retimed(problem: Problem, configs: Sequence[Config], seed: int) -> dict[Conf
                     samples[config].append(us)
         worker.disarm()
     return {config: median(taken) for config, taken in samples.items()}
+
+
+def _gpu_busy(result: TuneResult) -> float | None:
+    return round(result.busy.gpus, 3) if result.busy else None
 
 
 def _contenders(standard: Decision, exhaustive: Decision) -> list[Config]:

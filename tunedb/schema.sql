@@ -98,7 +98,7 @@ CREATE TABLE trials (
   power_w REAL,
   temperature_c INTEGER,
   throttle_reasons INTEGER,
-  recorded_at TEXT NOT NULL,
+  recorded_at TEXT NOT NULL, asked_at TEXT NOT NULL DEFAULT '', compiled_at TEXT NOT NULL DEFAULT '',
   CHECK (regime <> 'none' OR median_us IS NULL)
 ) STRICT;
 
@@ -129,6 +129,26 @@ CREATE INDEX decisions_by_problem ON decisions (problem_id, run_id);
 
 CREATE INDEX decisions_by_run ON decisions (run_id);
 
+CREATE VIEW timeline AS
+WITH timed AS (
+  SELECT
+    trials.*,
+    (julianday(nullif(asked_at, '')) - julianday(runs.started_at)) * 86400.0 AS asked_s,
+    (julianday(nullif(compiled_at, '')) - julianday(runs.started_at)) * 86400.0 AS compiled_s,
+    (julianday(recorded_at) - julianday(runs.started_at)) * 86400.0 AS ended_s
+  FROM trials
+  JOIN runs ON runs.id = trials.run_id
+)
+SELECT
+  timed.run_id, timed.id AS trial_id, timed.problem_id, configs.family, configs.knobs_json,
+  timed.stage, timed.regime, timed.status,
+  round(asked_s, 3) AS asked_s, round(compiled_s, 3) AS compiled_s,
+  round(ended_s - timed.seconds, 3) AS began_s, round(ended_s, 3) AS ended_s,
+  round(max(0.0, compiled_s - lag(ended_s) OVER of_run), 3) AS waited_s
+FROM timed
+JOIN configs ON configs.id = timed.config_id
+WINDOW of_run AS (PARTITION BY timed.run_id ORDER BY timed.id);
+
 CREATE TABLE problems (
   id INTEGER PRIMARY KEY,
   op TEXT NOT NULL,
@@ -152,10 +172,17 @@ CREATE TABLE problems (
   batch_invariant INTEGER NOT NULL CHECK (batch_invariant IN (0, 1)),
   pages TEXT NOT NULL,
   kv_scales TEXT NOT NULL,
+  window_left INTEGER NOT NULL,
+  window_right INTEGER NOT NULL,
+  softcap INTEGER NOT NULL CHECK (softcap IN (0, 1)),
+  alibi INTEGER NOT NULL CHECK (alibi IN (0, 1)),
+  bias INTEGER NOT NULL CHECK (bias IN (0, 1)),
+  sinks INTEGER NOT NULL CHECK (sinks IN (0, 1)),
   UNIQUE (
     op, dtype, head_dim, num_heads, num_kv_heads, batch, seqlen_q, seqlen_k, causal, page_size,
     layout, kv_layout, lengths, kv_dtype, out_dtype, acc_dtype, head_dim_v, deterministic,
-    batch_invariant, pages, kv_scales
+    batch_invariant, pages, kv_scales,
+    window_left, window_right, softcap, alibi, bias, sinks
   )
 ) STRICT;
 
@@ -183,6 +210,8 @@ SELECT
   problems.layout, problems.kv_layout, problems.lengths, problems.kv_dtype, problems.out_dtype,
   problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant,
   problems.pages, problems.kv_scales,
+  problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
+  problems.sinks,
   winner.family, winner.knobs_json, kernels.digest AS kernel_digest,
   ranked.winner_us, fallback.family AS default_family, fallback.knobs_json AS default_knobs_json,
   ranked.default_us, ranked.margin, ranked.margin_low, ranked.margin_high, ranked.regret,
@@ -224,7 +253,9 @@ SELECT
   problems.head_dim, problems.seqlen_q, problems.seqlen_k, problems.causal, problems.page_size,
   problems.layout, problems.kv_layout, problems.lengths, problems.kv_dtype, problems.out_dtype,
   problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant,
-  problems.pages, problems.kv_scales
+  problems.pages, problems.kv_scales,
+  problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
+  problems.sinks
 FROM best
 JOIN gpus ON gpus.id = best.gpu_id
 JOIN toolchains ON toolchains.id = best.toolchain_id
@@ -253,7 +284,9 @@ SELECT
   problems.head_dim, problems.seqlen_q, problems.seqlen_k, problems.causal, problems.page_size,
   problems.layout, problems.kv_layout, problems.lengths, problems.kv_dtype, problems.out_dtype,
   problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant,
-  problems.pages, problems.kv_scales
+  problems.pages, problems.kv_scales,
+  problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
+  problems.sinks
 FROM timed
 JOIN problems ON problems.id = timed.problem_id
 JOIN configs ON configs.id = timed.config_id

@@ -62,9 +62,9 @@ def _switched(op: str, causal: bool, paged: bool, family: str | None) -> "Varian
 def _named(name: str) -> "Variant":
     """The variant of this name. Raises UnsupportedError naming the nearest one, or all."""
     from autoflash.errors import UnsupportedError
-    from autoflash.families import FAMILIES, variants
+    from autoflash.families import every_variant
 
-    every = {k: v for family in FAMILIES.values() for k, v in variants(family).items()}
+    every = every_variant()
     if name not in every:
         near = difflib.get_close_matches(name, every, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(every))}"

@@ -164,7 +164,10 @@ def _tell(result: "TuneResult") -> None:
         f"earlier ones in {result.seconds:.0f} s, in {result.db}"
     )
     if result.busy is not None:
-        notice(f"the GPU was at work for {100 * result.busy:.0f} % of the time")
+        gpus, processes = (100 * share for share in (result.busy.gpus, result.busy.processes))
+        notice(
+            f"the GPU was at work for {gpus:.0f} % of the time, its process for {processes:.0f} %"
+        )
 
 
 def _as_json(result: "TuneResult") -> dict[str, Any]:
@@ -175,7 +178,8 @@ def _as_json(result: "TuneResult") -> dict[str, Any]:
         "gpu": result.gpu.name,
         "db": str(result.db),
         "run_id": result.run_id,
-        "gpu_busy": result.busy,
+        "gpu_busy": result.busy.gpus if result.busy else None,
+        "process_busy": result.busy.processes if result.busy else None,
         "anytime": _curves(result),
         "decisions": [_as_object(decision) for decision in result.decisions],
         "undecided": [{"problem": title(p), "reason": why} for p, why in result.undecided],

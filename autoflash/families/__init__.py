@@ -2,15 +2,17 @@
 
 from autoflash.config import Config
 from autoflash.errors import UnsupportedError
-from autoflash.families import decode, prefill, prefill_hopper
+from autoflash.families import append_kv, decode, prefill, prefill_hopper
 from autoflash.families.family import Family, sample, samples, space, variants
 from autoflash.gpu import Gpu
-from autoflash.problem import Problem
+from autoflash.problem import Problem, Variant
 
 __all__ = [
     "FAMILIES",
     "Family",
+    "every_variant",
     "family_of",
+    "parts_of",
     "sample",
     "samples",
     "serving",
@@ -29,6 +31,17 @@ def family_of(name: str) -> Family:
     if name not in FAMILIES:
         raise UnsupportedError(f"no family is called {name!r}; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """The parts of the texts of this name, a family's or what is not tuned."""
+    return append_kv.PARTS if name == append_kv.NAME else family_of(name).parts
+
+
+def every_variant() -> dict[str, Variant]:
+    """Every text there is, by its name."""
+    tuned = {k: v for family in FAMILIES.values() for k, v in variants(family).items()}
+    return tuned | append_kv.variants()
 
 
 def why_refused(problem: Problem, config: Config, gpu: Gpu) -> str | None:

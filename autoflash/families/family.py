@@ -53,7 +53,7 @@ def sample(
     queries: bool = False,
     kv_scales: str = "",
     window: bool = False,
-    **switches: bool,
+    **switches: Any,
 ) -> Problem:
     """A small problem with these switches, for asking what does not depend on its shape.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
-from .problem import Problem, ProblemError
+from .problem import Problem, ProblemError, reached_window
 from .scales import QUANTISED_ARGUMENTS, Scale, scales_granularity
 
 ARGUMENT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -18,7 +18,9 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 def refuse_arguments(function: str, **given: Any) -> None:
     """Raise ProblemError naming the first argument that is set although it is not served yet."""
     for name, value in given.items():
-        if isinstance(value, torch.Tensor) or value not in (None, False, 0.0, (-1, -1)):
+        if value is None or value is False:  # most are
+            continue
+        if isinstance(value, torch.Tensor) or value not in (0.0, (-1, -1)):
             raise ProblemError(f"{function}: {name} is not supported yet")
 
 
@@ -39,7 +41,7 @@ def prefill_problem(
     _expect("prefill", "k", "head_dim", k.shape[3], q.shape[3])
     for name, axis in (("batch", 0), ("seqlen_k", tokens), ("num_kv_heads", heads)):
         _expect("prefill", "v", name, v.shape[axis], k.shape[axis])
-    return Problem(
+    problem = Problem(
         op="prefill",
         dtype=ARGUMENT_DTYPES[q.dtype],
         batch=q.shape[0],
@@ -55,6 +57,7 @@ def prefill_problem(
             "prefill", modifiers, q, q.shape[heads], q.shape[tokens], k.shape[tokens]
         ),
     )
+    return reached_window(problem)
 
 
 def decode_problem(
@@ -76,7 +79,7 @@ def decode_problem(
     argument that does not fit.
     """
     _check_tensors("decode", q, QUANTISED_ARGUMENTS, k_cache=k_cache, v_cache=v_cache)
-    _check_quantised("decode", k_cache, v_cache)
+    check_rows_of_words("decode", k_cache, v_cache)
     if kv_layout not in ("nhd", "hnd"):
         raise ProblemError(f"decode: kv_layout {kv_layout!r} is none of nhd, hnd")
     tokens, heads = (1, 2) if kv_layout == "nhd" else (2, 1)
@@ -84,13 +87,13 @@ def decode_problem(
     _expect("decode", "k_cache", "head_dim", k_cache.shape[3], q.shape[3])
     for name, axis in (("pages or batch", 0), ("tokens", tokens), ("num_kv_heads", heads)):
         _expect("decode", "v_cache", name, v_cache.shape[axis], k_cache.shape[axis])
-    _check_index("decode", "cache_seqlens", cache_seqlens, q.device, (batch,))
+    check_index("decode", "cache_seqlens", cache_seqlens, q.device, (batch,))
     capacity, page_size = k_cache.shape[tokens], 0
     if block_table is None:
         _expect("decode", "k_cache", "batch", k_cache.shape[0], batch)
     else:
         columns = block_table.shape[1] if block_table.dim() == 2 else -1
-        _check_index("decode", "block_table", block_table, q.device, (batch, columns))
+        check_index("decode", "block_table", block_table, q.device, (batch, columns))
         if columns > 0 and block_table.stride(1) != 1:
             raise ProblemError("decode: block_table rows must be contiguous")
         page_size = k_cache.shape[tokens]
@@ -99,6 +102,7 @@ def decode_problem(
         raise ProblemError(
             f"decode: max_seqlen_k {max_seqlen_k} is not from 0 to the cache's capacity {capacity}"
         )
+    head_shapes = ((k_cache.shape[heads],), (batch, k_cache.shape[heads]))
     return Problem(
         op="decode",
         dtype=ARGUMENT_DTYPES[q.dtype],
@@ -114,9 +118,7 @@ def decode_problem(
         kv_layout=kv_layout,
         lengths=lengths,
         pages=pages,
-        kv_scales=scales_granularity(
-            "decode", k_scale, v_scale, k_cache, batch, k_cache.shape[heads]
-        ),
+        kv_scales=scales_granularity("decode", k_scale, v_scale, k_cache, head_shapes),
     )
 
 
@@ -134,6 +136,8 @@ def scale_or_default(function: str, softmax_scale: float | None, head_dim: int) 
 
 def check_output(function: str, out: torch.Tensor, q: torch.Tensor, head_dim_v: int) -> None:
     """Raise ProblemError unless `out` can take the result for `q`."""
+    if not isinstance(out, torch.Tensor):
+        raise ProblemError(f"{function}: out must be a tensor, given {type(out).__name__}")
     shape = (*q.shape[:-1], head_dim_v)
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         raise ProblemError(
@@ -195,7 +199,8 @@ def _check_tensors(
             )
 
 
-def _check_quantised(function: str, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+def check_rows_of_words(function: str, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Raise ProblemError unless both caches have one type, and quantised rows begin with a word."""
     if v_cache.dtype != k_cache.dtype:
         raise ProblemError(f"{function}: v_cache is {v_cache.dtype}, k_cache is {k_cache.dtype}")
     if k_cache.dtype not in QUANTISED_ARGUMENTS:
@@ -206,13 +211,14 @@ def _check_quantised(function: str, k_cache: torch.Tensor, v_cache: torch.Tensor
             raise ProblemError(f"{function}: {name} has rows that begin at odd bytes")
 
 
-def _check_index(
+def check_index(
     function: str,
     name: str,
     tensor: torch.Tensor,
     device: torch.device,
     shape: tuple[int, ...],
 ) -> None:
+    """Raise ProblemError unless the tensor holds whole numbers, of this shape on this device."""
     if tensor.dtype not in INDEX_DTYPES:
         raise ProblemError(f"{function}: {name} is {tensor.dtype}, not int32 or int64")
     if tensor.device != device:

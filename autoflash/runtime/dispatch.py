@@ -1,12 +1,14 @@
-"""The exported functions: prefill() and decode(), served by the config chosen for their shape."""
+"""The exported functions: prefill() and decode(), served by the config chosen, and append_kv()."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
+from .append import append_scale, append_switches
 from .arguments import (
     check_cache_entries,
     check_output,
@@ -17,17 +19,31 @@ from .arguments import (
 )
 from .device import Device, device_of
 from .launch import Launch, run_plan
-from .modifiers import Modifiers, prefill_plan
+from .modifiers import Modifiers, modifiers_of, prefill_plan
 from .problem import Problem
-from .scales import Scale, scale_form
+from .recipe import NewWorkspace, Recipe, form_of, learn_recipe
+from .scales import Scale, cache_form, scale_form
 from .selection import Choice, Selector, Tables
 
+MOST_FORMS = 1024  # of calls whose recipes are kept
+
+
+class Served(NamedTuple):
+    """What served a call, and serves calls of the same form."""
+
+    problem: Problem
+    choice: Choice
+    recipe: Recipe
+
+
 _selectors: list[Selector] = []
+_served: dict[tuple[Any, ...], Served] = {}
 
 
 def install_tables(tables: Tables) -> None:
     """Give prefill() and decode() the tables they choose from."""
     _selectors[:] = [Selector(tables)]
+    _served.clear()
 
 
 def prefill(
@@ -100,12 +116,24 @@ def prefill(
         batch_invariant=batch_invariant,
     )
     modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks)
-    problem = prefill_problem(q, k, v, causal, layout, modifiers)
-    out, lse = _outputs("prefill", q, problem, out, return_lse)
-    choice, device = _choose(problem, q)
-    scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-    tail = (layout, device.num_sms, choice.knobs, _workspaces(q))
-    plan = prefill_plan(choice.module, problem, modifiers, q, k, v, out, lse, scale, *tail)
+    given = (q, k, v, out, softmax_scale, *window, *modifiers[1:])
+    form = ("prefill", *map(form_of, given), causal, layout, return_lse)
+    served = _served.get(form)
+    if served is not None:
+        out, lse = _outputs(q, served.problem, out, return_lse)
+        plan = _planned_again(served, (q, k, v, out, lse, *modifiers.tensors))
+    else:
+        problem = prefill_problem(q, k, v, causal, layout, modifiers)
+        if out is not None:
+            check_output("prefill", out, q, problem.head_dim_v)
+        scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
+        choice, device = _choose(problem, q)
+        out, lse = _outputs(q, problem, out, return_lse)
+        modifiers = modifiers_of(problem, modifiers)
+        first = (q, k, v, out, lse, scale, layout, device.num_sms, choice.knobs)
+        make_plan = partial(prefill_plan, choice.module, problem, modifiers, *first)
+        tensors = (q, k, v, out, lse, *modifiers.tensors)
+        plan = _planned(form, problem, choice, tensors, make_plan)
     _launch(plan, q)
     return (out, lse) if lse is not None else out
 
@@ -167,43 +195,77 @@ def decode(
         page_positions=page_positions,
         batch_invariant=batch_invariant,
     )
-    no_query_axis = q.dim() == 3
-    if no_query_axis:
-        q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
     hints = (max_seqlen_k, lengths, pages)
-    problem = decode_problem(
-        q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, *hints, k_scale, v_scale
-    )
+    given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, softmax_scale)
+    form = ("decode", *map(form_of, given), kv_layout, *hints, return_lse)
+    served = _served.get(form)
+    # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
+    add_query_axis, own_out = served is None and q.dim() == 3, out
+    if add_query_axis:
+        q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
+    if served is not None:
+        problem = served.problem
+    else:
+        problem = decode_problem(
+            q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, *hints, k_scale, v_scale
+        )
+        if out is not None:
+            check_output("decode", out, q, problem.head_dim_v)
     if check:
         check_cache_entries(problem, k_cache, cache_seqlens, block_table)
-    out, lse = _outputs("decode", q, problem, out, return_lse)
-    choice, device = _choose(problem, q)
-    scale = scale_or_default("decode", softmax_scale, problem.head_dim)
     scales = [
         scale_form(each, problem.kv_scales, problem.batch, problem.num_kv_heads)
         for each in (k_scale, v_scale)
         if each is not None
     ]
-    plan = choice.module.plan(
-        q,
-        k_cache,
-        v_cache,
-        *scales,
-        cache_seqlens,
-        block_table,
-        out,
-        lse,
-        scale,
-        kv_layout,
-        problem.seqlen_k,
-        device.num_sms,
-        choice.knobs,
-        _workspaces(q),
-    )
+    out, lse = _outputs(q, problem, out, return_lse)
+    caches = (cache_form(k_cache), cache_form(v_cache))
+    tensors = (q, *caches, *scales, cache_seqlens, block_table, out, lse)
+    if served is not None:
+        plan = _planned_again(served, tensors)
+    else:
+        scale = scale_or_default("decode", softmax_scale, problem.head_dim)
+        choice, device = _choose(problem, q)
+        sizes = (problem.seqlen_k, device.num_sms)
+        first = (*tensors, scale, kv_layout, *sizes, choice.knobs)
+        plan = _planned(form, problem, choice, tensors, partial(choice.module.plan, *first))
     _launch(plan, q)
-    if no_query_axis:
-        out, lse = out.squeeze(1), None if lse is None else lse.squeeze(2)
+    if add_query_axis:
+        out = out.squeeze(1) if own_out is None else own_out
+        lse = None if lse is None else lse.squeeze(2)
     return (out, lse) if lse is not None else out
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_layout: str = "nhd",
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+) -> None:
+    """Write new tokens to the caches that decode() reads, each to the slot given for it.
+
+    k and v are (tokens, num_kv_heads, head_dim), the caches as decode() takes them and of the
+    tokens' type or quantised. `slot_mapping`, int32 or int64 (tokens,), holds
+    page * page_size + place in the page (of a cache without pages, sequence * tokens + place); a
+    token whose slot is negative, or past the cache, is skipped. The scales of a quantised cache are
+    numbers, fp32 of one element or (num_kv_heads,), or for each head of each token of the cache's
+    shape without head_dim: these are written here, the largest of a head becoming the largest that
+    a byte holds. Values too large for the others are cut off. Raises ProblemError naming an
+    argument that does not fit.
+    """
+    tensors = (k, v, k_cache, v_cache, slot_mapping)
+    switches = append_switches(*tensors, kv_layout, k_scale, v_scale)
+    device_of(k, _selector().tables.gpus[0].device)
+    scales = [append_scale(each, k.shape[1]) for each in (k_scale, v_scale) if each is not None]
+    module = _selector().module("append_kv", switches)
+    if len(k):
+        plan = module.plan(k, v, k_cache, v_cache, *scales, slot_mapping, kv_layout)
+        _launch(plan, k)
 
 
 def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> dict[str, Any]:
@@ -242,16 +304,37 @@ def _choose(problem: Problem, q: torch.Tensor) -> tuple[Choice, Device]:
 
 
 def _outputs(
-    function: str, q: torch.Tensor, problem: Problem, out: torch.Tensor | None, return_lse: bool
+    q: torch.Tensor, problem: Problem, out: torch.Tensor | None, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if out is None:
         out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    else:
-        check_output(function, out, q, problem.head_dim_v)
     if not return_lse:
         return out, None
-    shape = (problem.batch, problem.num_heads, problem.seqlen_q)
+    shape = (problem.batch, problem.num_heads, problem.seqlen_q)[: q.dim() - 1]
     return out, torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _planned(
+    form: tuple[Any, ...],
+    problem: Problem,
+    choice: Choice,
+    tensors: Sequence[Any],
+    make_plan: Callable[[NewWorkspace], list[Launch]],
+) -> list[Launch]:
+    """The plan of a call of a form not seen before, which is then served by its recipe."""
+    plan, recipe = learn_recipe(make_plan, tensors, _workspaces(tensors[0]))
+    if recipe is not None:
+        if len(_served) == MOST_FORMS:
+            _served.clear()
+        _served[form] = Served(problem, choice, recipe)
+    return plan
+
+
+def _planned_again(served: Served, tensors: Sequence[Any]) -> list[Launch]:
+    """The plan of a call whose form was seen before."""
+    _selector().counts[served.choice.how] += 1
+    _last_choice[:] = [(served.problem, served.choice)]
+    return served.recipe.plan(tensors, _workspaces(tensors[0]))
 
 
 def _launch(plan: list[Launch], q: torch.Tensor) -> None:

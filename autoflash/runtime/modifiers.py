@@ -9,6 +9,7 @@ import torch
 
 from .problem import Problem, ProblemError
 
+BIAS_STEP_LIMIT = 2**23  # elements: within a tile of 128 by 128 offsets are of 32 bits
 MODIFIER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -20,6 +21,10 @@ class Modifiers(NamedTuple):
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.alibi_slopes, self.bias, self.sinks
 
 
 NO_MODIFIERS = Modifiers()
@@ -35,8 +40,7 @@ def modifier_fields(
 ) -> dict[str, Any]:
     """The fields of Problem that the modifiers fill.
 
-    A side of the window that reaches all keys of every query is unbounded. Raises ProblemError
-    naming the modifier that does not fit.
+    Raises ProblemError naming the modifier that does not fit.
     """
     left, right = _sides(function, given.window)
     if not 0.0 <= given.softcap < float("inf"):
@@ -49,14 +53,14 @@ def modifier_fields(
         _expect_shape(function, "alibi_slopes", slopes, (num_heads,), (batch, num_heads))
     if given.bias is not None:
         _expect_dtype(function, "bias", given.bias, q.dtype)
-        _expand_bias(function, given.bias, (batch, num_heads, seqlen_q, seqlen_k))
+        _check_bias(function, given.bias, (batch, num_heads, seqlen_q, seqlen_k))
     if sinks is not None:
         _expect_shape(function, "sinks", sinks, (num_heads,))
         if not sinks.is_contiguous():
             raise ProblemError(f"{function}: sinks must be contiguous")
     return {
-        "window_left": -1 if left >= seqlen_k - 1 else left,
-        "window_right": -1 if right >= seqlen_q - 1 else right,
+        "window_left": left,
+        "window_right": right,
         "softcap": given.softcap > 0.0,
         "alibi": slopes is not None,
         "bias": given.bias is not None,
@@ -75,11 +79,11 @@ def modifiers_of(problem: Problem, given: Modifiers) -> Modifiers:
 
 
 def prefill_plan(
-    module: ModuleType, problem: Problem, given: Modifiers, *arguments: Any
+    module: ModuleType, problem: Problem, modifiers: Modifiers, *arguments: Any
 ) -> list[Any]:
-    """What a rendered text launches for these arguments of its plan()."""
+    """What a rendered text launches for these arguments of its plan() and `modifiers_of` them."""
     if problem.windowed or problem.modifiers:
-        return module.plan_modified(modifiers_of(problem, given), *arguments)
+        return module.plan_modified(modifiers, *arguments)
     return module.plan(*arguments)
 
 
@@ -119,10 +123,12 @@ def _expect_shape(
         raise ProblemError(f"{function}: {name} is {tuple(tensor.shape)}, expected {expected}")
 
 
-def _expand_bias(function: str, bias: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _check_bias(function: str, bias: torch.Tensor, shape: tuple[int, ...]) -> None:
     sizes = tuple(bias.shape)
     fits = len(sizes) <= 4 and all(
         size in (1, whole) for size, whole in zip(reversed(sizes), reversed(shape))
     )
     if not fits:
         raise ProblemError(f"{function}: bias is {sizes}, which does not broadcast to {shape}")
+    if any(step >= BIAS_STEP_LIMIT for step in bias.expand(shape).stride()[2:]):
+        raise ProblemError(f"{function}: bias has queries or keys {BIAS_STEP_LIMIT} elements apart")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 OPS = ("prefill", "decode")
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -144,6 +144,16 @@ class Problem:
     @property
     def kv_dtype_bytes(self) -> int:
         return KV_DTYPE_BYTES[self.kv_dtype]
+
+
+def reached_window(p: Problem) -> Problem:
+    """The problem with every side of its window unbounded that reaches all keys of every query.
+
+    Such a window hides nothing, and kernels without one are faster.
+    """
+    left = -1 if p.window_left >= p.seqlen_k - 1 else p.window_left
+    right = -1 if p.window_right >= p.seqlen_q - 1 else p.window_right
+    return replace(p, window_left=left, window_right=right)
 
 
 PROBLEM_FIELDS = tuple(field.name for field in fields(Problem))

@@ -17,6 +17,7 @@ from .hopper_validity import (
     prefill_hopper_refusal,
     prefill_hopper_unsupported,
 )
+from .launch import interpreted
 from .load import load_text
 from .match import MatchSizes, match_bucket, match_distance, match_key, match_sizes
 from .problem import Problem, ProblemError
@@ -37,6 +38,7 @@ SELECTION_DEFAULTS = {
     "prefill_hopper": prefill_hopper_default,
     "decode": decode_default,
 }
+SELECTION_COMPILED_ONLY = ("prefill_hopper",)  # Gluon has no interpreter
 # By op, whose default serves what no row does: the portable family where no other can.
 SELECTION_FAMILIES = {"prefill": ("prefill_hopper", "prefill"), "decode": ("decode",)}
 
@@ -107,7 +109,9 @@ class Selector:
         found: list[tuple[float, Row]] = []
         for row in table.rows if table else ():
             distance = match_distance(sizes, row.sizes) if row.key == key else None
-            if distance is None or SELECTION_REFUSALS[row.family](problem, row.knobs, device):
+            if distance is None or not _runs_here(row.family):
+                continue
+            if SELECTION_REFUSALS[row.family](problem, row.knobs, device):
                 continue
             found.append((distance, row))
         if not found:
@@ -126,6 +130,8 @@ class Selector:
         """The first family that serves the problem on the device and whose text is here."""
         reason = None
         for family in SELECTION_FAMILIES[problem.op]:
+            if not _runs_here(family):
+                continue
             reason = SELECTION_UNSUPPORTED[family](problem, device)
             if reason is None and (family, *problem.switches) in self.tables.names:
                 return family
@@ -141,11 +147,12 @@ class Selector:
         regret: float,
         tuned: MatchSizes | None,
     ) -> Choice:
-        name = self.tables.names[family, *problem.switches]
-        module = self._module(name)
+        module = self.module(family, problem.switches)
         return Choice(module, dict(knobs), how, family, distance, regret, tuned)
 
-    def _module(self, name: str) -> ModuleType:
+    def module(self, family: str, switches: tuple[str, ...]) -> ModuleType:
+        """The kernels of a family with these switches on, loaded."""
+        name = self.tables.names[family, *switches]
         return _selection_module(name, self.tables.texts[name])
 
     def _table(self, device: Device, strict: bool) -> GpuTable | None:
@@ -174,3 +181,8 @@ class Selector:
 @cache
 def _selection_module(name: str, text: str) -> ModuleType:
     return load_text(f"{name}.py", text)
+
+
+def _runs_here(family: str) -> bool:
+    """Whether this process can run the family's kernels."""
+    return family not in SELECTION_COMPILED_ONLY or not interpreted()

@@ -61,8 +61,15 @@ def prefill_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> 
 
     Warpgroup products read q, unless it is kept in registers, and every stage of k and v there.
     Others hold one buffer less than stages, and may pass p through it. AMD keeps q in registers
-    once it is loaded.
+    once it is loaded. Tiles of a bias, whose type is q's, are fetched ahead as those of k are.
     """
+    bias = max(2, knobs["num_stages"] - 1) * knobs["BLOCK_M"] * knobs["BLOCK_N"]
+    bias_bytes = bias * problem.dtype_bytes if problem.bias else 0
+    return bias_bytes + _prefill_plain_smem_bytes(problem, knobs, gpu)
+
+
+def _prefill_plain_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
+    """The same without what modifiers take."""
     block_d = 1 << (problem.head_dim - 1).bit_length()
     block_m, block_n, stages = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["num_stages"]
     q_tile = block_m * block_d * problem.dtype_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoflash import kernel
-from autoflash.families import FAMILIES, serving
+from autoflash.families import FAMILIES, append_kv, serving
 from autoflash.gpu import KNOWN
 from autoflash.kernel import CompileError, compile_candidate
 from autoflash.problem import Problem, Variant
@@ -43,6 +43,8 @@ GOLDEN_VARIANTS = (
     Variant("decode", "decode", paged=True, queries=True, quantised=True, token_scales=True),
 )
 
+REVIEWED = (*GOLDEN_VARIANTS, *append_kv.variants().values())
+
 TARGETS = {gpu.arch: gpu for gpu in KNOWN.values() if gpu.name != "NVIDIA H100 80GB HBM3"}
 
 
@@ -66,7 +68,7 @@ def problem_of(variant: Variant, **changes) -> Problem:
     return Problem(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("variant", GOLDEN_VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", REVIEWED, ids=lambda variant: variant.name)
 def test_the_rendered_text_is_the_reviewed_one(variant):
     """`make golden` rewrites the goldens; the diff is then reviewed as code."""
     path = GOLDEN / f"{variant.name}.py"
@@ -76,7 +78,7 @@ def test_the_rendered_text_is_the_reviewed_one(variant):
 
 
 def test_every_golden_is_of_a_listed_variant():
-    listed = {f"{variant.name}.py" for variant in GOLDEN_VARIANTS}
+    listed = {f"{variant.name}.py" for variant in REVIEWED}
     assert {path.name for path in GOLDEN.glob("*.py")} == listed
 
 

@@ -99,8 +99,8 @@ def online_softmax(qk, m_i, KEY_AXIS: tl.constexpr):
 @triton.jit
 def widened(words):
     # The two numbers of each word, of the even channels and of the odd ones, in fp16, which holds
-    # either kind exactly. int8 comes as int16, fp8 e4m3 as uint16. Two words at a time where there
-    # are instructions for it: else this is most of what the kernel does.
+    # either kind exactly. Words of int8 are int16, of fp8 e4m3 uint16. Two words at a time where
+    # there are instructions for it: else this is most of what the kernel does.
     if words.dtype == tl.int16:
         if tl.target_info.is_cuda():
             # the last bits of 1024 count by ones; a byte is turned to count from -128 first
@@ -658,8 +658,6 @@ def plan(
     row_blocks = triton.cdiv(rows, block_m)
     dependent = knobs["DEPENDENT_LAUNCH"] if q.device.type != "cpu" else 0  # not interpreted
 
-    words = torch.int16 if k_cache.dtype == torch.int8 else torch.uint16
-    k_cache, v_cache = k_cache.view(words), v_cache.view(words)
     k_scale_strides, v_scale_strides = (
         (scale.stride(0), scale.stride(token_axis), scale.stride(head_axis))
         for scale in (k_scale, v_scale)

@@ -159,21 +159,25 @@ def soft_capped(
 @triton.jit
 def bias_tile(
     bias,
-    offs_m,
-    offs_n,
+    start_m,
+    start_n,
     seqlen_q,
     seqlen_k,
     stride_bi,
     stride_bj,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
     """The bias of one head in base 2, 0 past the lengths; only a PARTIAL tile has keys there."""
-    # 64 bits: one head alone may span more than 2**31 elements
-    rows = bias + offs_m.to(tl.int64) * stride_bi
-    pointers = rows[:, None] + (offs_n.to(tl.int64) * stride_bj)[None, :]
-    inside = (offs_m < seqlen_q)[:, None]
+    # 64 bits to the tile: one head alone may span more than 2**31 elements. Within it 32 are
+    # enough, and take half of the registers.
+    first = bias + tl.cast(start_m, tl.int64) * stride_bi + tl.cast(start_n, tl.int64) * stride_bj
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    pointers = first + (rows[:, None] * stride_bi + columns[None, :] * stride_bj)
+    inside = (start_m + rows < seqlen_q)[:, None]
     if PARTIAL:
-        inside = inside & (offs_n < seqlen_k)[None, :]
+        inside = inside & (start_n + columns < seqlen_k)[None, :]
     tile = tl.load(pointers, mask=inside, other=0.0)  # (BLOCK_M, BLOCK_N)
     return tile.to(tl.float32) * 1.4426950408889634  # log2(e)
 
@@ -225,8 +229,10 @@ def attend(
     done_end,
     softcap_log2,
     bias,
+    start_m,
     stride_bi,
     stride_bj,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -257,7 +263,18 @@ def attend(
         qk = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # (BLOCK_M, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         qk = soft_capped(qk, scale_log2, softcap_log2)
-        qk += bias_tile(bias, offs_m, offs_n, seqlen_q, seqlen_k, stride_bi, stride_bj, MASKED)
+        qk += bias_tile(
+            bias,
+            start_m,
+            start_n,
+            seqlen_q,
+            seqlen_k,
+            stride_bi,
+            stride_bj,
+            BLOCK_M,
+            BLOCK_N,
+            MASKED,
+        )
         if MASKED:
             seen = visible(offs_m, offs_n, seqlen_q, seqlen_k, window_left, window_right)
             qk = tl.where(seen, qk, float("-inf"))
@@ -389,8 +406,10 @@ def prefill_kernel(
         full_end,
         softcap_log2,
         bias,
+        start_m,
         stride_bi,
         stride_bj,
+        BLOCK_M,
         BLOCK_N,
         HEAD_DIM,
         BLOCK_D,
@@ -421,8 +440,10 @@ def prefill_kernel(
             full_end,
             softcap_log2,
             bias,
+            start_m,
             stride_bi,
             stride_bj,
+            BLOCK_M,
             BLOCK_N,
             HEAD_DIM,
             BLOCK_D,

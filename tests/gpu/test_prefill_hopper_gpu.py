@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from ahead import compile_ahead
 
-from autoflash import families
 from autoflash.accuracy import Budget
 from autoflash.config import Config
 from autoflash.families.family import space
@@ -22,11 +22,6 @@ from autoflash.runtime.launch import run_plan
 
 pytestmark = pytest.mark.gpu
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch) -> None:
-    monkeypatch.setitem(families.FAMILIES, FAMILY.name, FAMILY)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +117,17 @@ def ways_of(problem: Problem, gpu: Gpu) -> list[Config]:
     return ways
 
 
+def prepared(
+    problems: list[Problem], gpu: Gpu, with_lse: tuple[bool, ...] = (True,), wide_rows: int = 0
+) -> None:
+    """Have every way of the problems compiled, side by side."""
+    wanted: dict[Config, list[Problem]] = {}
+    for problem in problems:
+        for config in ways_of(problem, gpu):
+            wanted.setdefault(config, []).append(problem)
+    compile_ahead(wanted, gpu, with_lse, wide_rows)
+
+
 def of(seqlen_q: int, seqlen_k: int, causal: bool, **changes) -> Problem:
     fields = {"dtype": "bf16", "batch": 2, "num_heads": 6, "num_kv_heads": 3, "head_dim": 128}
     fields |= changes
@@ -132,14 +138,16 @@ def of(seqlen_q: int, seqlen_k: int, causal: bool, **changes) -> Problem:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_every_way_is_right_at_every_edge(gpu, causal, head_dim):
     failures = []
-    for seqlen_q, seqlen_k in EDGES:
-        problem = of(seqlen_q, seqlen_k, causal, head_dim=head_dim)
+    problems = [of(*lengths, causal, head_dim=head_dim) for lengths in EDGES]
+    prepared(problems, gpu)
+    for problem in problems:
         inputs = make_inputs(problem, device="cuda")
         budget = Budget(inputs)
         for config in ways_of(problem, gpu):
             verdict = budget.judge(*run(inputs, config, gpu))
             if not verdict.correct:
-                failures.append(f"{seqlen_q}x{seqlen_k} {config}: {verdict.reason}")
+                lengths = f"{problem.seqlen_q}x{problem.seqlen_k}"
+                failures.append(f"{lengths} {config}: {verdict.reason}")
     assert failures == []
 
 
@@ -151,6 +159,7 @@ def test_many_tiles_a_program_are_right_and_twice_the_same_bits(gpu, causal, hea
     problem = of(
         1030, 1030, causal, dtype=dtype, head_dim=head_dim, batch=1, num_heads=70, num_kv_heads=10
     )
+    prepared([problem], gpu, with_lse=(True, False))
     inputs = make_inputs(problem, device="cuda")
     budget = Budget(inputs)
     failures = []
@@ -172,13 +181,14 @@ def test_many_tiles_a_program_are_right_and_twice_the_same_bits(gpu, causal, hea
 @pytest.mark.parametrize("wide_rows", [0, 8, 1], ids=["contiguous", "aligned", "unaligned"])
 def test_both_layouts_and_rows_of_any_width(gpu, layout, wide_rows):
     """Rows 8 elements wider are named by descriptors as they are, rows 1 wider are copied."""
-    for head_dim in (64, 72, 128, 192):
-        problem = of(200, 333, True, head_dim=head_dim, layout=layout)
+    problems = [of(200, 333, True, head_dim=d, layout=layout) for d in (64, 72, 128, 192)]
+    prepared(problems, gpu, wide_rows=wide_rows)
+    for problem in problems:
         inputs = make_inputs(problem, device="cuda", wide_rows=wide_rows)
         budget = Budget(inputs)
         for config in ways_of(problem, gpu):
             verdict = budget.judge(*run(inputs, config, gpu))
-            assert verdict.correct, f"head_dim {head_dim} {config}: {verdict.reason}"
+            assert verdict.correct, f"head_dim {problem.head_dim} {config}: {verdict.reason}"
 
 
 def test_an_out_of_any_strides_is_written_and_nothing_beside_it(gpu):
@@ -277,11 +287,12 @@ def test_a_graph_replays_a_schedule_from_a_counter(gpu):
 def test_every_candidate_of_a_problem_is_right_and_twice_the_same_bits(gpu):
     for head_dim, causal in ((64, True), (128, True), (256, False)):
         problem = of(512, 512, causal, head_dim=head_dim, batch=4, num_heads=16, num_kv_heads=8)
+        candidates = [config for config, no in space(FAMILY, problem, gpu) if no is None]
+        compile_ahead({config: [problem] for config in candidates}, gpu)
         inputs = make_inputs(problem, device="cuda")
         budget = Budget(inputs)
-        for config, reason in space(FAMILY, problem, gpu):
-            if reason is None:
-                out, lse = run(inputs, config, gpu)
-                verdict = budget.judge(out, lse)
-                assert verdict.correct, f"{config}: {verdict.reason}"
-                assert torch.equal(out, run(inputs, config, gpu)[0]), str(config)
+        for config in candidates:
+            out, lse = run(inputs, config, gpu)
+            verdict = budget.judge(out, lse)
+            assert verdict.correct, f"{config}: {verdict.reason}"
+            assert torch.equal(out, run(inputs, config, gpu)[0]), str(config)

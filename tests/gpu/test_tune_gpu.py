@@ -79,6 +79,7 @@ def test_planted_faults_cost_one_trial_each_and_the_search_ends(problem, tmp_pat
         config: FAULTS[fault] for config, fault in faults.items()
     }
     assert len(failures) == len(FAULTS) and all(trial.error for trial in failures)
+    assert 0 < result.busy.gpus <= result.busy.processes <= 1
     assert torch.ones(8, device="cuda").sum().item() == 8  # the parent's context is whole
 
 

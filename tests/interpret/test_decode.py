@@ -151,32 +151,43 @@ def test_any_page_size_gives_the_bits_of_the_contiguous_cache(
 
 
 @each_choice
-def test_strided_caches_tables_and_lengths_give_the_bits_of_contiguous_ones(
-    config: Config,
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "after the pages", "after the heads"])
+def test_k_and_v_of_one_tensor_are_read_where_they_are(
+    config: Config, place: int, page_size: int
 ) -> None:
-    p = problem(2, 4, 2, seqlen_k=60, page_size=16)
-    inputs = make_inputs(p, lengths=[60, 21])
-    assert inputs.block_table is not None and inputs.cache_seqlens is not None
-    plain = decode(inputs, config)
+    """(2, pages, ...), (pages, 2, ...) or (..., heads, 2, head_dim): K and V by strides alone."""
+    inputs = make_inputs(problem(2, 4, 2, seqlen_k=60, page_size=page_size), lengths=[60, 21])
+    both = torch.stack([inputs.k, inputs.v], dim=place)
+    k, v = both.unbind(place)
+    assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert same_bits(decode(replace(inputs, k=k, v=v), config), decode(inputs, config))
 
-    pages = len(inputs.k)
-    interleaved = torch.full((pages, 2, 16, 2, 16), NAN, dtype=inputs.k.dtype)
-    interleaved[:, 0], interleaved[:, 1] = inputs.k, inputs.v
+
+@each_choice
+def test_k_and_v_of_different_strides_give_the_bits_of_equal_ones(config: Config) -> None:
+    inputs = make_inputs(problem(2, 4, 2, seqlen_k=60, page_size=16), lengths=[60, 21])
+    plain = decode(inputs, config)
     heads_first = inputs.v.transpose(1, 2).contiguous().transpose(1, 2)  # hnd, seen as nhd
     tokens_outermost = inputs.k.transpose(0, 1).contiguous().transpose(0, 1)
-    wide_table = torch.full((2, 9), POISON_PAGE, dtype=torch.int32)
-    wide_table[:, 3:7] = inputs.block_table
-    spread = torch.full((2, 3), 2**30, dtype=torch.int64)
-    spread[:, 1] = inputs.cache_seqlens
-
-    for strided in (
-        replace(inputs, k=interleaved[:, 0], v=interleaved[:, 1]),
-        replace(inputs, v=heads_first),
-        replace(inputs, k=tokens_outermost),
-        replace(inputs, block_table=wide_table[:, 3:7]),
-        replace(inputs, cache_seqlens=spread[:, 1]),
-    ):
+    for strided in (replace(inputs, v=heads_first), replace(inputs, k=tokens_outermost)):
         assert same_bits(decode(strided, config), plain)
+
+
+@every_config
+@pytest.mark.parametrize("lengths_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("table_dtype", [torch.int32, torch.int64])
+def test_lengths_and_tables_of_either_type_and_any_strides_give_the_same_bits(
+    config: Config, table_dtype: torch.dtype, lengths_dtype: torch.dtype
+) -> None:
+    inputs = make_inputs(problem(2, 4, 2, seqlen_k=60, page_size=16), lengths=[60, 21])
+    assert inputs.block_table is not None and inputs.cache_seqlens is not None
+    wide_table = torch.full((2, 9), POISON_PAGE, dtype=table_dtype)
+    wide_table[:, 3:7] = inputs.block_table
+    spread = torch.full((2, 3), 2**30, dtype=lengths_dtype)
+    spread[:, 1] = inputs.cache_seqlens
+    strided = replace(inputs, block_table=wide_table[:, 3:7], cache_seqlens=spread[:, 1])
+    assert same_bits(decode(strided, config), decode(inputs, config))
 
 
 @each_choice

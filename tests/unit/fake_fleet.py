@@ -11,7 +11,7 @@ from fake_device import GPU, TOOLCHAIN, FakeCompiler, FakeDevice
 from autoflash.child import Failure
 from autoflash.errors import DeviceError
 from autoflash.gpu import known
-from autoflash.worker import Worker
+from autoflash.worker import Serving, Worker
 
 A10 = known("NVIDIA_A10")
 LOST = "GPU 1: fell off the bus"
@@ -89,7 +89,7 @@ class Here:
 class HereWorker(Worker):
     def __init__(self, device, deadlines, limit_s):
         super().__init__(device, deadlines, limit_s)
-        self._child = Here(device)
+        self._child = Here(partial(Serving, device))
 
 
 class HerePool:

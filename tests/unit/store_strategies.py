@@ -97,6 +97,8 @@ def trials(draw):
         lse_error=draw(ratios),
         seconds=draw(floats),
         error=draw(texts),
+        asked_at=draw(texts),
+        compiled_at=draw(texts),
         resources=Resources(*(draw(some) for _ in range(5))),
         clocks=Clocks(draw(some), draw(some), draw(st.none() | floats), draw(some), draw(some)),
     )

@@ -50,6 +50,12 @@ def test_the_capacity_of_the_cache_stands_for_a_missing_max_seqlen_k():
     assert decode_problem(**hnd).seqlen_k == 16
 
 
+def test_k_and_v_may_be_views_of_one_tensor():
+    for both in (torch.zeros(9, 2, 16, 2, 32).unbind(1), torch.zeros(9, 16, 2, 2, 32).unbind(3)):
+        views = dict(zip(("k_cache", "v_cache"), both, strict=True))
+        assert decode_problem(**decode_call(**views)) == decode_problem(**decode_call())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

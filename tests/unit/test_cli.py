@@ -12,6 +12,7 @@ import pytest
 from making import decode_of, prefill_of, winner_of
 
 from autoflash import __version__, cli
+from autoflash.busy import Shares
 from autoflash.cli.tune import budget_seconds
 from autoflash.effort import EFFORTS
 from autoflash.errors import BudgetError, WorkloadError
@@ -307,13 +308,14 @@ def test_tune_gives_its_options_to_the_search_and_prints_what_it_came_to(
 
 def test_tune_as_json_is_for_scripts(monkeypatch, capsys):
     curves = ((prefill_of(), ((0.25, 12.0), (1.5, 10.0))),)
-    result = tuned(busy=0.934, anytime=curves)
+    result = tuned(busy=Shares(gpus=0.872, processes=0.934), anytime=curves)
     monkeypatch.setattr("autoflash.tune.tune", lambda workload, **options: result)
     example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
     assert run(monkeypatch, "tune", example, "--json") == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
-    assert "at work for 93 % of the time" in err and told["gpu_busy"] == 0.934
+    assert "the GPU was at work for 87 % of the time, its process for 93 %" in err
+    assert (told["gpu_busy"], told["process_busy"]) == (0.872, 0.934)
     (curve,) = told["anytime"]
     assert curve["problem"] == told["decisions"][0]["problem"]
     assert curve["curve"] == "0.250:12.000 1.500:10.000"

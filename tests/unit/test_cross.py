@@ -32,7 +32,7 @@ class Worker:
         return None
 
     def arm(self, config, cap_us):
-        self.finals += cap_us == EFFORT.cap_us
+        self.finals += cap_us == EFFORT.final_cap_us
 
     def sample(self, config):
         self._calls += 1

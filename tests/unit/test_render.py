@@ -11,12 +11,12 @@ from pkgutil import iter_modules
 import pytest
 
 from autoflash import families
-from autoflash.families import FAMILIES, variants
+from autoflash.families import FAMILIES, every_variant, variants
 from autoflash.render import digest, render, templates_dir
 
 TEMPLATES = sorted(templates_dir().rglob("*.jinja"))
 HEADERS = sorted(path.name for path in templates_dir().glob("*.jinja"))
-VARIANTS = [variant for family in FAMILIES.values() for variant in variants(family).values()]
+VARIANTS = list(every_variant().values())
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.parent.name + "/" + path.name)
@@ -46,8 +46,7 @@ def test_every_template_is_a_part_of_a_family():
     modules = [
         import_module(f"autoflash.families.{m.name}") for m in iter_modules(families.__path__)
     ]
-    written = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    used = {part for family in written for part in family.parts}
+    used = {part for module in modules for part in getattr(module, "PARTS", ())}
     assert {str(path.relative_to(templates_dir())) for path in TEMPLATES} == used
 
 

@@ -204,7 +204,11 @@ def older(path, migration):
     return path
 
 
-LATER = ["m002_runs_told_apart_and_anytime", "m003_quantised_caches_and_page_order"]
+LATER = [
+    "m002_runs_told_apart_and_anytime",
+    "m003_quantised_caches_and_page_order",
+    "m005_windows_and_modifiers",
+]
 
 
 @pytest.mark.parametrize("migration", LATER)

@@ -288,6 +288,31 @@ def test_the_anytime_curve_is_of_the_trials_that_were_faster_than_all_before(sto
     assert [us for _, us in store.anytime(other)[PROBLEM]] == [5.0]
 
 
+def test_the_timeline_says_for_how_long_a_gpu_waited_for_each_binary(store):
+    started = run(store)
+    at = "2026-01-01T00:00:{:06.3f}+00:00".format
+    asked = {"asked_at": at(1), "seconds": 1.0}
+    made = [
+        (trial(**asked, compiled_at=at(5)), at(6.5)),  # nothing before it: no word on waiting
+        (trial(place=1, **asked, compiled_at=at(6)), at(8)),  # there in time
+        (trial(place=2, **asked, compiled_at=at(10.25)), at(11.5)),
+        (trial(place=1, stage="final"), at(13)),  # compiled by an earlier run
+    ]
+    for each, recorded_at in made:
+        row = store.record_trial(started, each)
+        store.conn.execute("UPDATE trials SET recorded_at = ? WHERE id = ?", (recorded_at, row))
+    store.conn.execute("UPDATE runs SET started_at = ?", (at(0),))
+    rows = store.conn.execute(
+        "SELECT asked_s, compiled_s, began_s, ended_s, waited_s FROM timeline ORDER BY trial_id"
+    ).fetchall()
+    assert rows == [
+        (1.0, 5.0, 5.5, 6.5, None),
+        (1.0, 6.0, 7.0, 8.0, 0.0),
+        (1.0, 10.25, 10.5, 11.5, 2.25),
+        (None, None, 13.0, 13.0, None),
+    ]
+
+
 def test_a_run_has_a_name_of_its_own_and_the_clock_it_was_locked_to(store):
     run(store)
     asked = {"seed": 0, "effort": "max", "budget_s": None, "argv": [], "protocol": ""}

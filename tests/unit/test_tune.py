@@ -163,6 +163,14 @@ def test_finalists_are_stored_in_both_regimes_with_the_cards_clock(db):
     assert all(trial.clocks.sm_clock_mhz == 1980 and trial.median_us for trial in final)
 
 
+@pytest.mark.parametrize(("us", "rungs"), [(100.0, {5, 16}), (60_000.0, {5})])
+def test_a_higher_rung_is_for_those_who_get_more_samples_of_it(db, us, rungs):
+    (group,), _ = groups_of([PROBLEM], GPU)
+    times = dict.fromkeys(group.candidates(PROBLEM, GPU), us)
+    search(db, machine(times=times), effort="standard")
+    assert {trial.samples for trial in trials(db) if trial.stage == "screen"} == rungs
+
+
 def test_rounds_in_which_the_card_was_braked_count_for_nobody(db):
     default, best, *_ = tried()
     times = dict.fromkeys(tried(), 100.0) | {best: 50.0}
@@ -181,6 +189,22 @@ def test_the_same_command_again_measures_nothing_twice(db, capsys):
     assert again.decisions == first.decisions
     assert (again.trials, again.reused) == (0, candidates)
     assert f"{candidates} candidates are known from earlier runs" in capsys.readouterr().err
+
+
+def test_trials_say_when_their_binary_was_asked_for_and_there_unless_an_earlier_run_had_it(db):
+    search(db, machine())
+    screened = [trial for trial in trials(db) if trial.stage == "screen"]
+    told = stored(db, "SELECT asked_s, compiled_s, began_s, ended_s FROM timeline")
+    assert len(screened) == len(tried()) <= len(told)
+    for asked_s, compiled_s, began_s, ended_s in told:
+        assert 0 <= asked_s <= compiled_s <= ended_s and 0 < began_s <= ended_s
+    search(db, machine(), PROBLEM, LONGER)
+    known = {binary(config) for config in tried()}
+    again = [trial for trial in trials(db, LONGER) if trial.stage == "screen"]
+    had = [trial for trial in again if trial.config in tried()]
+    assert had and all((trial.asked_at, trial.compiled_at) == ("", "") for trial in had)
+    new = [trial for trial in again if binary(trial.config) not in known]
+    assert new and all("" < trial.asked_at <= trial.compiled_at for trial in new)
 
 
 def test_a_failed_candidate_is_not_tried_again(db):

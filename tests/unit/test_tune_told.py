@@ -25,7 +25,7 @@ def test_a_run_records_its_curves_and_its_clock_and_gives_the_clock_back(
     assert len(best) > 3 and list(best) == sorted(best, reverse=True)
     assert best[-1] == pytest.approx(min(times.values()), rel=0.001)
     assert list(seconds) == sorted(seconds) and seconds[-1] <= result.seconds
-    assert 0 < result.busy <= 1
+    assert 0 < result.busy.gpus <= result.busy.processes <= 1
     assert stored(db, "SELECT locked_clock_mhz FROM runs") == [(1500,)]
     assert notes.read_text() == "locked 1500 1500\nreset\n"
     assert "not locked" not in capsys.readouterr().err
