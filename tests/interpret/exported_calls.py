@@ -9,6 +9,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
             "q": normal(batch, case["seqlen_q"], heads, head_dim),
             "k": normal(batch, keys, kv_heads, head_dim),
             "v": normal(batch, keys, kv_heads, head_dim),
+            **modifiers(case, normal),
         }
 
     def cache(name: str, *shape: int) -> None:
@@ -67,6 +69,20 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def modifiers(case: dict, normal: Callable[..., torch.Tensor]) -> dict:
+    """What the case has on: a bias that all sequences and heads share, the rest of each head."""
+    heads, made = case["num_heads"], {}
+    if case["softcap"]:
+        made["softcap"] = 1.5
+    if case["alibi"]:
+        made["alibi_slopes"] = normal(case["batch"], heads).float().abs()
+    if case["bias"]:
+        made["bias"] = normal(1, 1, case["seqlen_q"], case["seqlen_k"])
+    if case["sinks"]:
+        made["sinks"] = normal(heads)
+    return made
+
+
 def quantised(values: torch.Tensor, case: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored values and their scales: for tokens, or (batch, num_kv_heads)."""
     dtype, limit = QUANTISED[case["kv_dtype"]]
@@ -85,8 +101,8 @@ def quantised(values: torch.Tensor, case: dict) -> tuple[torch.Tensor, torch.Ten
 
 def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]:
     if case["op"] == "prefill":
-        q, k, v = (tensors[name] for name in ("q", "k", "v"))
-        return module.prefill(q, k, v, causal=case["causal"], return_lse=True)
+        window = (case["window_left"], case["window_right"])
+        return module.prefill(**tensors, causal=case["causal"], window=window, return_lse=True)
     return module.decode(
         tensors["q"],
         tensors["k"],

@@ -14,6 +14,10 @@ PROBLEMS = [
     Problem("prefill", "bf16", 1, 6, 2, 80, 90, 50),  # rows without keys
     Problem("prefill", "fp16", 1, 2, 2, 40, 70, 70, causal=False),
     Problem("prefill", "fp32", 1, 2, 1, 64, 40, 70),
+    Problem("prefill", "bf16", 1, 4, 2, 64, 100, 130, window_left=33),
+    Problem("prefill", "bf16", 2, 2, 1, 64, 70, 40, causal=False, window_left=9, window_right=20),
+    Problem("prefill", "fp16", 2, 4, 2, 64, 70, 70, softcap=True, alibi=True, sinks=True),
+    Problem("prefill", "bf16", 2, 2, 1, 64, 30, 70, causal=False, bias=True),
     Problem("decode", "bf16", 3, 4, 1, 128, 1, 277, lengths="ragged"),
     Problem("decode", "bf16", 3, 4, 1, 128, 1, 277, page_size=3, lengths="ragged"),
     Problem("decode", "fp16", 2, 8, 2, 96, 1, 65, page_size=64),

@@ -18,6 +18,8 @@ PREFILL = Problem("prefill", "bf16", 1, 4, 2, 64, 40, 70)
 PAGED = Problem("decode", "bf16", 3, 4, 2, 64, 1, 130, page_size=16, lengths="ragged")
 
 
+WINDOW = Problem("prefill", "bf16", 2, 4, 2, 64, 40, 70, window_left=9, bias=True, sinks=True)
+CAPPED = Problem("prefill", "fp16", 2, 4, 2, 64, 40, 70, causal=False, softcap=True, alibi=True)
 SCALED = {"kv_dtype": "fp8_e4m3", "kv_scales": "head"}
 QUANTISED = Problem("decode", "bf16", 3, 4, 2, 64, 2, 130, page_size=16, **SCALED)
 
@@ -54,7 +56,9 @@ def forbid_planning(module, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "problem", [PREFILL, PAGED, QUANTISED], ids=["prefill", "decode", "quantised"]
+    "problem",
+    [PREFILL, PAGED, QUANTISED, WINDOW, CAPPED],
+    ids=["prefill", "decode", "quantised", "window", "capped"],
 )
 def test_a_second_call_of_the_form_is_right_on_other_tensors_without_planning(
     module, problem, monkeypatch
@@ -81,19 +85,23 @@ def test_another_alignment_stride_scale_or_out_is_another_form(module):
     assert torch.equal(out, expected)
     assert not torch.equal(module.prefill(q, k, v, causal=True, softmax_scale=0.5), expected)
     assert not torch.equal(module.prefill(q, k, v, causal=False), expected)
+    assert not torch.equal(module.prefill(q, k, v, causal=True, window=(9, 0)), expected)
+    capped = module.prefill(q, k, v, causal=True, softcap=1.0)
+    assert not torch.equal(module.prefill(q, k, v, causal=True, softcap=0.5), capped)
+    assert torch.equal(module.prefill(q, k, v, causal=True), expected)
 
 
 def test_what_was_refused_is_refused_again(module):
     tensors = make_tensors(case_of(PREFILL, 1), "cpu")
     q, k, v = (tensors[name] for name in "qkv")
     module.prefill(q, k, v, causal=True)
-    for bad in ({"out": q[:, :10]}, {"out": "out"}, {"layout": "sbhd"}, {"window": (4, 0)}):
+    for bad in ({"out": q[:, :10]}, {"out": "out"}, {"layout": "sbhd"}, {"window": (4, -2)}):
         for _ in range(2):
             with pytest.raises(ValueError, match=next(iter(bad))):
                 module.prefill(q, k, v, causal=True, **bad)
 
 
-@pytest.mark.parametrize("problem", [PREFILL, PAGED], ids=lambda p: p.op)
+@pytest.mark.parametrize("problem", [PREFILL, PAGED, WINDOW], ids=["prefill", "decode", "window"])
 def test_no_tensor_of_a_call_is_kept_alive(module, problem):
     tensors = make_tensors(case_of(problem, 1), "cpu")
     call(module, case_of(problem, 1), tensors)

@@ -42,6 +42,7 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 def problems(draw):
     num_kv_heads = draw(st.integers(1, 80))
     kv_dtype = draw(st.sampled_from(sorted(KV_DTYPE_BYTES)))
+    position = draw(st.sampled_from(("", "alibi", "bias")))
     return Problem(
         op=draw(st.sampled_from(("prefill", "decode"))),
         dtype=draw(dtypes),
@@ -62,6 +63,12 @@ def problems(draw):
         deterministic=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         pages=draw(st.sampled_from(PAGES)),
+        window_left=draw(st.integers(-1, 2**40)),
+        window_right=draw(st.integers(-1, 2**40)),
+        softcap=draw(st.booleans()),
+        alibi=position == "alibi",
+        bias=position == "bias",
+        sinks=draw(st.booleans()),
         kv_scales=draw(st.sampled_from(KV_SCALES)) if kv_dtype in QUANTISED_BYTES else "",
     )
 

@@ -11,11 +11,18 @@ from autoflash.gpu import known
 from autoflash.inputs import make_inputs
 from autoflash.problem import Problem
 from autoflash.reference import eager, eager_rows, reference, reference_rows
+from autoflash.roofline import visible_pairs
 
 GPU = known("NVIDIA_H200")
 PREFILL = Problem("prefill", "bf16", 2, 4, 2, 32, 40, 70)
 DECODE = Problem("decode", "bf16", 3, 8, 2, 64, 1, 100, page_size=16, lengths="ragged")
-PROBLEMS = [PREFILL, replace(PREFILL, layout="bhsd", causal=False), DECODE]
+PROBLEMS = [
+    PREFILL,
+    replace(PREFILL, layout="bhsd", causal=False),
+    replace(PREFILL, window_left=20, softcap=True, alibi=True, sinks=True),
+    replace(PREFILL, layout="bhsd", causal=False, window_right=9, bias=True),
+    DECODE,
+]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -68,6 +75,23 @@ def test_cases_hold_what_has_broken_kernels_elsewhere(cases):
     assert any(case.problem.seqlen_k % 16 for case in prefill)
     assert any(case.problem.seqlen_q > case.problem.seqlen_k for case in prefill)
     assert {0, 1, 37} < {length for case in decode for length in case.lengths or ()}
+
+
+@pytest.mark.parametrize("cases", [cases_of, small_cases_of])
+def test_a_wide_window_is_narrowed_until_cases_have_keys_outside(cases):
+    wide = replace(PREFILL, seqlen_q=8192, seqlen_k=8192, causal=False, window_left=4096)
+    for problem in (wide, replace(wide, window_right=4096), replace(PREFILL, window_left=3)):
+        sides = {(case.problem.window_left, case.problem.window_right) for case in cases(problem)}
+        assert len(sides) == 1
+        ((left, right),) = sides
+        assert (left < 0, right < 0) == (problem.window_left < 0, problem.window_right < 0)
+        assert left <= problem.window_left and right <= problem.window_right
+        assert any(visible_pairs(case.problem) < every_pair(case) for case in cases(problem))
+
+
+def every_pair(case):
+    open_sides = {"window_left": -1, "window_right": -1}
+    return visible_pairs(replace(case.problem, **open_sides))
 
 
 @pytest.mark.parametrize(

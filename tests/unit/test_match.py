@@ -55,6 +55,9 @@ def test_a_field_that_matches_exactly_changes_the_key():
     assert match_key(decode_of(kv_layout="hnd")) != match_key(decode_of())
     assert match_key(decode_of(seqlen_q=2)) != match_key(decode_of())
     assert match_key(decode_of()) != match_key(prefill_of(seqlen_q=1))
+    for modifier in ("softcap", "alibi", "bias", "sinks"):
+        assert match_key(prefill_of(**{modifier: True})) != match_key(prefill_of()), modifier
+    assert match_key(prefill_of(window_left=128)) != match_key(prefill_of())
     per_token = decode_of(kv_dtype="int8", kv_scales="token")
     assert match_key(per_token) != match_key(decode_of(kv_dtype="int8"))
 
@@ -98,6 +101,24 @@ def test_the_distribution_that_was_tuned_is_nearer_than_another():
         for pages in ("shared", "permuted", "contiguous")
     ]
     assert distances == [0, 0.5, 0.5, 0.5, 1, 1]
+
+
+def test_a_window_is_as_near_as_its_widths_and_an_open_side_as_wide_as_the_keys():
+    def distance(*windows: tuple[int, int]) -> float | None:
+        one, other = (
+            prefill_of(causal=False, window_left=left, window_right=right)
+            for left, right in windows
+        )
+        assert match_key(one) == match_key(other)
+        return match_distance(match_sizes(one), match_sizes(other))
+
+    assert distance((64, 64), (64, 64)) == 0
+    assert distance((64, 64), (128, 32)) == 2
+    assert distance((256, 64), (-1, 64)) == 1  # of 512 keys
+    assert distance((16, 64), (256, 64)) is None
+    causal = match_sizes(prefill_of(window_left=64))
+    assert (causal.keys_before, causal.keys_after) == (64, 0)
+    assert match_bucket(causal._replace(keys_before=65)).keys_before == 128
 
 
 def test_distance_is_in_doublings_and_ends_at_a_factor_of_eight():

@@ -141,6 +141,8 @@ USUAL = grid_problem(128, True, 4096)
         (replace(USUAL, head_dim_v=64), H200, "head_dim_v 64"),
         (replace(USUAL, page_size=16), H200, "pages"),
         (replace(USUAL, lengths="ragged"), H200, "different lengths"),
+        (replace(USUAL, window_left=128, sinks=True), H200, "windows, sinks: the portable family"),
+        (replace(USUAL, softcap=True), H200, "softcap: the portable family"),
         (replace(USUAL, op="decode", seqlen_q=1), H200, "not decode"),
         (USUAL, known("NVIDIA A100-SXM4-80GB"), "sm_80"),
         (USUAL, known("NVIDIA B200"), "sm_100"),

@@ -35,6 +35,11 @@ problems = st.builds(
     seqlen_k=st.integers(0, 2**20),
     causal=st.booleans(),
     layout=st.sampled_from(["bshd", "bhsd"]),
+    window_left=st.sampled_from([-1, 0, 4096]),
+    window_right=st.sampled_from([-1, 1, 4096]),
+    softcap=st.booleans(),
+    bias=st.booleans(),
+    sinks=st.booleans(),
 )
 any_gpu = st.builds(
     lambda gpu, smem_kib: replace(gpu, smem_per_block=smem_kib * KIB),

@@ -171,7 +171,10 @@ ODD_LINES = {
         "us is inf",
     ),
     "a count beyond 64 bits": (changed(("gpu", "num_sms"), 2**64), "num_sms is 18446744073709"),
-    "a field of the future": (changed(("problem", "rotary"), 1), "rotary is not a field of Problem"),
+    "a field of the future": (
+        changed(("problem", "rotary"), 1),
+        "rotary is not a field of Problem",
+    ),
     "heads that do not divide": (changed(("problem", "num_heads"), 3), "num_heads 3 is not a mult"),
     "another family": (changed(("winner", "family"), "x"), "no family is called 'x'"),
     "a family that is a list": (changed(("winner", "family"), []), "no family is called []"),

@@ -80,6 +80,36 @@ decode:
     assert (decode.seqlen_q, decode.kv_layout, decode.lengths) == (2, "hnd", "ragged")
 
 
+def test_windows_and_modifiers_are_told_in_the_words_of_problem(tmp_path):
+    text = (
+        MODEL
+        + """
+prefill:
+  - {seqlen_q: 64, window_left: [16, -1], softcap: true, alibi: true}
+  - {seqlen_q: 64, causal: false, window_right: 8, bias: true, sinks: [true, false]}
+  - {seqlen_q: [16, 64], window_left: 32}
+"""
+    )
+    told = [
+        (p.seqlen_q, p.causal, p.window_left, p.window_right, p.modifiers)
+        for p, _ in load(tmp_path, text).problems
+    ]
+    assert told == [
+        (64, True, 16, -1, ("softcap", "alibi")),
+        (64, True, -1, -1, ("softcap", "alibi")),
+        (64, False, -1, 8, ("bias", "sinks")),
+        (64, False, -1, 8, ("bias",)),
+        (16, True, -1, -1, ()),  # a window that all keys are in is none
+        (64, True, 32, -1, ()),
+    ]
+    (line,) = mistakes(tmp_path, MODEL + "prefill: [{seqlen_q: 2, window_left: -2}]")
+    assert line.endswith(
+        "prefill[0].window_left: -2 is neither a number of keys nor -1 for unbounded"
+    )
+    (line,) = mistakes(tmp_path, MODEL + "prefill: [{seqlen_q: 2, alibi: true, bias: true}]")
+    assert "prefill[0]: alibi and bias exclude each other" in line
+
+
 def test_each_problem_of_an_entry_has_its_weight(tmp_path):
     text = MODEL + "decode: [{batch: [1, 2], seqlen_k: 64, weight: 2.5}]"
     assert [weight for _, weight in load(tmp_path, text).problems] == [2.5, 2.5]

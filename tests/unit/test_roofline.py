@@ -1,0 +1,51 @@
+"""The roofline of prefill: pairs that are visible, keys that are seen, nothing else."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoflash.gpu import known
+from autoflash.problem import Problem
+from autoflash.reference import visible
+from autoflash.roofline import floor, visible_pairs
+
+H200 = known("NVIDIA_H200")
+PREFILL = Problem("prefill", "bf16", 3, 4, 2, 64, 40, 70, causal=False)
+sides = st.integers(-1, 90)
+
+
+@given(st.integers(1, 80), st.integers(0, 80), st.booleans(), sides, sides)
+@settings(deadline=None)
+def test_visible_pairs_are_those_of_the_reference(seqlen_q, seqlen_k, causal, left, right):
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    window = {"window_left": left, "window_right": right}
+    problem = replace(PREFILL, causal=causal, **lengths, **window)
+    seen = visible(problem, torch.arange(seqlen_q), seqlen_k)
+    assert visible_pairs(problem) == 3 * int(seen.sum())
+
+
+@pytest.mark.parametrize(
+    ("left", "seen"), [(-1, 70), (0, 40), (9, 49), (29, 69), (30, 70), (99, 70)]
+)
+def test_keys_before_every_window_are_not_moved(left, seen):
+    moved, whole = (
+        floor(problem, H200).bytes_moved
+        for problem in (replace(PREFILL, window_left=left), PREFILL)
+    )
+    assert whole - moved == (70 - seen) * 3 * 2 * (64 + 64) * 2
+
+
+def test_a_bias_is_moved_once_for_all_sequences_where_it_is_visible():
+    causal = replace(PREFILL, causal=True)
+    pairs = visible_pairs(causal) // 3
+    moved = floor(replace(causal, bias=True), H200).bytes_moved - floor(causal, H200).bytes_moved
+    assert moved == pairs * 4 * 2
+
+
+def test_a_long_prompt_with_a_window_takes_a_fraction_of_the_time():
+    long = Problem("prefill", "bf16", 1, 32, 8, 128, 32768, 32768)
+    ratio = floor(long, H200).floor_us / floor(replace(long, window_left=4095), H200).floor_us
+    assert 4.2 < ratio < 4.4  # 32768 / (2 * 4096) and the window that grows at the start
