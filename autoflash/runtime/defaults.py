@@ -34,6 +34,17 @@ PREFILL_FMA_DEFAULTS = {
     128: ((32, 16, 8, 2, "pointer"),),
     256: ((32, 16, 8, 2, "pointer"), (16, 16, 4, 2, "pointer")),
 }
+# A tile of a bias takes registers as scores do.
+PREFILL_BIAS_WARPGROUP_DEFAULTS = {
+    64: ((64, 64, 4, 2, "descriptor"),),
+    128: ((64, 64, 8, 2, "descriptor"),),
+    256: ((64, 64, 8, 2, "descriptor"),),
+}
+PREFILL_BIAS_WARP_DEFAULTS = {
+    64: ((64, 32, 4, 3, "pointer"),),
+    128: ((64, 32, 4, 2, "pointer"),),
+    256: ((64, 32, 8, 2, "pointer"), (64, 32, 4, 1, "pointer")),
+}
 PREFILL_SMALLEST = ((64, 32, 4, 1, "pointer"), (16, 16, 4, 1, "pointer"))
 
 
@@ -43,8 +54,10 @@ def prefill_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_head_dim = PREFILL_FMA_DEFAULTS
     elif prefill_warpgroup_products(problem, gpu):
         by_head_dim = PREFILL_WARPGROUP_DEFAULTS
+        if problem.bias:
+            by_head_dim = PREFILL_BIAS_WARPGROUP_DEFAULTS
     else:
-        by_head_dim = PREFILL_WARP_DEFAULTS
+        by_head_dim = PREFILL_BIAS_WARP_DEFAULTS if problem.bias else PREFILL_WARP_DEFAULTS
     wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
     choices: list[dict[str, int | str]] = [

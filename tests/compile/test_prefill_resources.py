@@ -74,6 +74,25 @@ def test_the_bound_of_shared_memory_holds_and_is_near(case: tuple) -> None:
     assert compiled <= bound <= 1.5 * compiled
 
 
+BIASED = [
+    ("sm_80", "bf16", 128, 64, 32, 4, 2, "pointer"),
+    ("sm_86", "bf16", 64, 64, 32, 4, 3, "pointer"),
+    ("sm_90", "bf16", 128, 64, 64, 8, 3, "descriptor"),
+    ("sm_90", "bf16", 64, 64, 64, 4, 2, "pointer"),
+    ("gfx942", "bf16", 128, 64, 32, 4, 2, "pointer"),
+]
+
+
+@pytest.mark.parametrize("case", BIASED, ids=str)
+def test_the_bound_holds_with_a_bias_under_a_window(case: tuple) -> None:
+    arch, dtype, head_dim, *values = case
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
+    knobs = dict(zip(names, values, strict=True), HEAD_GROUP_MIB=4)
+    p = replace(problem(dtype, head_dim), window_left=100, bias=True)
+    compiled = compile_candidate(p, Config.of("prefill", knobs), TARGETS[arch]).smem_bytes
+    assert compiled <= prefill_smem_bytes(p, knobs, TARGETS[arch]) <= 1.5 * compiled
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("head_dim", "block_n", "programs"), [(128, 64, 3), (64, 64, 4)])
 def test_q_in_registers_leaves_room_for_more_programs(head_dim, block_n, programs, causal) -> None:
@@ -91,6 +110,35 @@ def test_fp32_inputs_are_multiplied_as_fp32() -> None:
     (kernel,), _ = _compiled(p, FAMILY.default(p, gpu), gpu, with_lse=True, wide_rows=False)
     assert "fma.rn.f32" in kernel.asm["ptx"]
     assert "tf32" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("modifier", ["window", "softcap", "alibi", "sinks"])
+def test_a_window_or_a_modifier_of_each_row_spills_nothing_and_takes_no_shared_memory(
+    modifier: str,
+) -> None:
+    gpu, plain = known("NVIDIA H200"), problem("bf16", 128)
+    on = {"window_left": 100} if modifier == "window" else {modifier: True}
+    p = replace(plain, **on)
+    assert FAMILY.default(p, gpu) == FAMILY.default(plain, gpu)
+    with_it, without = (compile_candidate(each, FAMILY.default(p, gpu), gpu) for each in (p, plain))
+    assert with_it.spill_bytes == 0
+    assert with_it.smem_bytes <= without.smem_bytes + 1024  # of a mask's or a reduction's scratch
+
+
+def test_the_width_of_a_window_does_not_compile_another_kernel() -> None:
+    gpu, p = known("NVIDIA H200"), problem("bf16", 64)
+    windows = [(1, -1), (100, -1), (4096, -1), (16, 16)]
+    kernels = [
+        _compiled(
+            replace(p, causal=False, window_left=left, window_right=right),
+            FAMILY.default(p, gpu),
+            gpu,
+            with_lse=True,
+            wide_rows=False,
+        )[0][0]
+        for left, right in windows
+    ]
+    assert len({kernel.hash for kernel in kernels}) == 1
 
 
 @pytest.mark.parametrize("load", ["pointer", "descriptor", "register"])

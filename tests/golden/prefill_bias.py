@@ -129,16 +129,19 @@ def bias_tile(
     BLOCK_N: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """The bias of one head in base 2, 0 past the lengths; only a PARTIAL tile has keys there."""
+    """The bias of one head in base 2; only a PARTIAL tile has keys past the last, where it is 0."""
     # 64 bits to the tile: one head alone may span more than 2**31 elements. Within it 32 are
     # enough, and take half of the registers.
     first = bias + tl.cast(start_m, tl.int64) * stride_bi + tl.cast(start_n, tl.int64) * stride_bj
-    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    # rows past the last one read it again: they are never stored, and no mask is slow or spilled
+    rows = tl.minimum(tl.arange(0, BLOCK_M), seqlen_q - 1 - start_m)
+    columns = tl.arange(0, BLOCK_N)
     pointers = first + (rows[:, None] * stride_bi + columns[None, :] * stride_bj)
-    inside = (start_m + rows < seqlen_q)[:, None]
     if PARTIAL:
-        inside = inside & (start_n + columns < seqlen_k)[None, :]
-    tile = tl.load(pointers, mask=inside, other=0.0)  # (BLOCK_M, BLOCK_N)
+        inside = (start_n + columns < seqlen_k)[None, :]
+        tile = tl.load(pointers, mask=inside, other=0.0)  # (BLOCK_M, BLOCK_N)
+    else:
+        tile = tl.load(pointers)
     return tile.to(tl.float32) * 1.4426950408889634  # log2(e)
 
 
