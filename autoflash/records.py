@@ -44,7 +44,7 @@ class Trial:
     `regime` is `none` when nothing was timed. `error` holds the reason of every status but
     `correct`. `max_ratio` and `rms_ratio` are errors over the eager computation's error. `seconds`
     is how long its work took. `asked_at` and `compiled_at` say when its binary was asked for and
-    when it was there, "" where an earlier run had it.
+    when it was there.
     """
 
     problem: Problem

@@ -329,7 +329,7 @@ def m003_quantised_caches_and_page_order(db: Database) -> None:
 
 
 WHEN_COMPILED = (
-    # "" where an earlier run had compiled it, and in trials made before these columns.
+    # "" in trials made before these columns.
     "ALTER TABLE trials ADD COLUMN asked_at TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE trials ADD COLUMN compiled_at TEXT NOT NULL DEFAULT ''",
     # Seconds since the run's start. `waited_s`: for how long since the trial before it was recorded

@@ -296,7 +296,7 @@ def test_the_timeline_says_for_how_long_a_gpu_waited_for_each_binary(store):
         (trial(**asked, compiled_at=at(5)), at(6.5)),  # nothing before it: no word on waiting
         (trial(place=1, **asked, compiled_at=at(6)), at(8)),  # there in time
         (trial(place=2, **asked, compiled_at=at(10.25)), at(11.5)),
-        (trial(place=1, stage="final"), at(13)),  # compiled by an earlier run
+        (trial(place=1, stage="final"), at(13)),  # as an autoflash without these columns
     ]
     for each, recorded_at in made:
         row = store.record_trial(started, each)
