@@ -278,3 +278,23 @@ SELECT
 FROM timed
 JOIN configs ON configs.id = timed.config_id
 WINDOW of_run AS (PARTITION BY timed.run_id ORDER BY timed.id);
+
+CREATE TABLE exports (
+  id INTEGER PRIMARY KEY,
+  uid TEXT NOT NULL UNIQUE,
+  module_sha256 TEXT NOT NULL,
+  most_configs INTEGER NOT NULL,
+  exported_at TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE exported_problems (
+  export_id INTEGER NOT NULL REFERENCES exports (id),
+  gpu_id INTEGER NOT NULL REFERENCES gpus (id),
+  toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+  problem_id INTEGER NOT NULL REFERENCES problems (id),
+  config_id INTEGER NOT NULL REFERENCES configs (id),
+  source TEXT NOT NULL CHECK (source IN ('measured', 'predicted')),
+  regret REAL NOT NULL,
+  unseen_regret REAL,
+  PRIMARY KEY (export_id, gpu_id, toolchain_id, problem_id)
+) STRICT;
