@@ -25,7 +25,7 @@ from autoflash.canary import tensors_of
 from autoflash.check import Checker, plan_for
 from autoflash.child import Failure
 from autoflash.config import Config, grid
-from autoflash.families.decode import FAMILY
+from autoflash.families import decode, decode_last
 from autoflash.gpu import DEFAULT_TARGET, Gpu, detect, known
 from autoflash.inputs import POISON_PAGE, Inputs, make_inputs
 from autoflash.kernel import load, new_outputs
@@ -87,7 +87,7 @@ def main() -> None:
         faulthandler.dump_traceback_later(HUNG_S, exit=True)
         problem, config, found = soak_round(place, seed)
         faulthandler.cancel_dump_traceback_later()
-        kinds[str(config["SCHEDULE"]), problem.kv_dtype, *problem.switches] += 1
+        kinds[config.family, str(config["SCHEDULE"]), problem.kv_dtype, *problem.switches] += 1
         complaints += len(found)
         for complaint in found:
             print(f"--seed {seed}: {complaint}\n    {title(problem)}\n    {config}", flush=True)
@@ -180,10 +180,11 @@ def random_problem(drawn: random.Random, sizes: Sizes) -> Problem:
 
 def random_config(drawn: random.Random, problem: Problem, gpu: Gpu) -> Config:
     """Any config that can serve the problem on the GPU, slow ones too."""
-    every = list(grid(FAMILY.name, FAMILY.knobs))
+    family = drawn.choice([decode.FAMILY, decode_last.FAMILY])
+    every = list(grid(family.name, family.knobs))
     while True:
         config = drawn.choice(every)
-        if FAMILY.misfit(problem, config.as_dict(), gpu) is None:
+        if family.misfit(problem, config.as_dict(), gpu) is None:
             return config
 
 
