@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 WORKLOAD ?= examples/quickstart.yaml
 EFFORT ?= quick
 
-.PHONY: tune test test-gpu soak lint golden docs clean environment environment-dev
+.PHONY: tune test test-gpu soak soak-decode lint golden docs clean environment environment-dev
 
 # Tune a small workload, export the module, and check it against torch's SDPA.
 tune: environment
@@ -26,6 +26,10 @@ test-gpu: environment-dev
 # Two hundred candidates, thirty planted faults, processes killed at random: under ten minutes.
 soak: environment-dev
 	$(RUN) tests/soak/soak.py
+
+# Random shapes, pages and lengths through random configs of decode: eight minutes on a GPU.
+soak-decode: environment-dev
+	$(RUN) tests/soak/soak_decode.py --seconds 480
 
 lint: environment-dev
 	.venv/bin/ruff check

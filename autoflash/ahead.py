@@ -17,7 +17,7 @@ def compiled_ahead(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> Itera
     the end, what the thread raised.
     """
     for entrants, problem in pairs:
-        entrants.ask([entrants.group.default(problem, lab.gpu)])
+        entrants.ask(problem, [entrants.group.default(problem, lab.gpu)])
     over, errors = Event(), []
 
     def ask() -> None:
@@ -25,7 +25,7 @@ def compiled_ahead(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> Itera
             for entrants, problem in pairs:
                 if over.is_set():
                     return
-                entrants.ask(first_batch(lab, entrants, problem))
+                entrants.ask(problem, first_batch(lab, entrants, problem))
         except BaseException as error:
             errors.append(error)
 

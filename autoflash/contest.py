@@ -94,7 +94,7 @@ class Contest:
 
     def time_default(self) -> None:
         """Screen the default alone, so that a search cut short still has an answer."""
-        for config in self._entrants.ready([self._default], self._limit):
+        for config in self._entrants.ready(self._problem, [self._default], self._limit):
             self._screen(config)
 
     def _search(self) -> None:
@@ -105,7 +105,7 @@ class Contest:
         batch, done = next(proposals), 0
         while batch:
             total = done + len(batch)
-            for config in self._entrants.ready(batch, limit):
+            for config in self._entrants.ready(self._problem, batch, limit):
                 before_us = self._best_us()
                 self._screen(config)
                 done += 1
@@ -126,7 +126,7 @@ class Contest:
         lab, entrants, problem = self._lab, self._entrants, self._problem
         most = _most(lab, _nearby(lab, entrants, problem))
         candidates = entrants.group.candidates(problem, lab.gpu)
-        entrants.ask(likely_next(lab.strategy, most, best, candidates), Urgency.SOON)
+        entrants.ask(problem, likely_next(lab.strategy, most, best, candidates), Urgency.SOON)
 
     def _best_us(self) -> float:
         """The best time so far, infinite before there is one."""
@@ -145,11 +145,18 @@ class Contest:
 
     def _sharpen(self) -> None:
         """The higher rungs: more samples for those whose times overlap the best's."""
-        for samples in self._lab.effort.rungs[1:]:
-            for trial in overlapping(list(self._screened.values()), self._lab.effort.finalists):
-                possible = min(samples, int(self._lab.effort.cap_us / (trial.median_us or 1.0)))
-                if trial.samples < possible and not self._limit.over:
-                    self._time(trial.config, samples, self._lab.effort.cap_us, time.monotonic())
+        effort = self._lab.effort
+        for samples in effort.rungs[1:]:
+            near = overlapping(list(self._screened.values()), effort.finalists)
+            again = [
+                trial.config
+                for trial in near
+                if trial.samples < min(samples, int(effort.cap_us / (trial.median_us or 1.0)))
+            ]
+            self._entrants.wait_for(again, self._limit)
+            for config in again:
+                if not self._limit.over:
+                    self._time(config, samples, effort.cap_us, time.monotonic())
 
     def _time(self, config: Config, samples: int, cap_us: float, started: float) -> None:
         """A trial of so many samples; its work, a check perhaps, began at `started`."""

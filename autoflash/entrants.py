@@ -80,34 +80,52 @@ class Entrants:
         twin._lab = lab
         return twin
 
-    def ask(self, configs: Sequence[Config], urgency: Urgency = Urgency.AHEAD) -> None:
-        """Have those compiled that no earlier trial speaks for."""
+    def ask(
+        self, problem: Problem, configs: Sequence[Config], urgency: Urgency = Urgency.AHEAD
+    ) -> None:
+        """Have those compiled that no earlier trial on this very problem speaks for."""
         with self._asking:
-            self._ask(configs, urgency)
+            for config in configs:
+                self._recall(config)
+                if not self._lab.journal.tried(problem, config):
+                    self._ask(config, urgency)
 
-    def _ask(self, configs: Sequence[Config], urgency: Urgency) -> None:
-        for config in configs:
-            if config in self._asked:
-                self._lab.pool.hurry(self._asked[config].future, urgency)
-                continue
-            if config in self._verdicts or config in self.failed:
-                continue
-            earlier = self._lab.journal.of_group(self.group.problems, config)
-            for trial in earlier:
-                if trial.status != "correct":
-                    self._out(trial)
-            right = [trial for trial in earlier if trial.status == "correct"]
-            if config in self.failed:
-                continue
-            if right:
-                self.resources[config] = right[0].resources
-                self._verdicts[config] = _verdict_of(right[0])
-            else:
-                self._asked[config] = self._binary(config, urgency)
-
-    def ready(self, configs: Sequence[Config], limit: TimeLimit) -> Iterator[Config]:
+    def ready(
+        self, problem: Problem, configs: Sequence[Config], limit: TimeLimit
+    ) -> Iterator[Config]:
         """The configs as their compiling ends, those that need none first, until the limit."""
-        self.ask(configs, Urgency.NOW)
+        self.ask(problem, configs, Urgency.NOW)
+        tried = {config for config in configs if self._lab.journal.tried(problem, config)}
+        yield from (config for config in configs if config in tried)
+        yield from self._compiled_of([c for c in configs if c not in tried], limit)
+
+    def wait_for(self, configs: Sequence[Config], limit: TimeLimit) -> None:
+        """Wait until they are compiled, those too that an earlier run tried and whose are gone."""
+        with self._asking:
+            for config in configs:
+                self._recall(config)
+                self._ask(config, Urgency.NOW)
+        for _ in self._compiled_of(configs, limit):
+            continue
+
+    def _ask(self, config: Config, urgency: Urgency) -> None:
+        if config in self._asked:
+            self._lab.pool.hurry(self._asked[config].future, urgency)
+        elif config not in self.failed:
+            self._asked[config] = self._binary(config, urgency)
+
+    def _recall(self, config: Config) -> None:
+        """What earlier trials on any problem of the group say of the config."""
+        if config in self._verdicts or config in self.failed:
+            return
+        for trial in self._lab.journal.of_group(self.group.problems, config):
+            if trial.status != "correct":
+                self._out(trial)
+            elif config not in self._verdicts:
+                self.resources[config] = trial.resources
+                self._verdicts[config] = _verdict_of(trial)
+
+    def _compiled_of(self, configs: Sequence[Config], limit: TimeLimit) -> Iterator[Config]:
         waiting: dict[Future[Resources], list[Config]] = {}
         for config in configs:
             binary = self._asked.get(config)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from autoflash import __version__
@@ -12,9 +13,9 @@ from autoflash.config import Config
 from autoflash.errors import ExportError
 from autoflash.families import FAMILIES, append_kv, samples, why_refused
 from autoflash.gpu import Gpu
-from autoflash.portfolio import Measured, Served, choose_portfolio, unseen_regrets
-from autoflash.problem import Problem, Variant
-from autoflash.records import Winner
+from autoflash.portfolio import Measured, choose_portfolio, unseen_regrets
+from autoflash.problem import Problem, Variant, title
+from autoflash.records import ExportedProblem, Winner
 from autoflash.render import render
 from autoflash.runtime.device import Device
 from autoflash.runtime.match import match_key, match_sizes
@@ -33,24 +34,11 @@ Made by autoflash {version}; not for editing. Needs torch and triton.
 
 
 @dataclass(frozen=True)
-class ExportedRow:
-    """One tuned problem of the module: its GPU, what serves it and what that loses.
-
-    `unseen_regret` is what it would lose had it not been tuned, None where that was not measured.
-    """
-
-    gpu: Gpu
-    served: Served
-    source: str
-    unseen_regret: float | None = None
-
-
-@dataclass(frozen=True)
 class Export:
     """The module's text, its rows, and the winners left out with the reason for each."""
 
     text: str
-    rows: tuple[ExportedRow, ...]
+    rows: tuple[ExportedProblem, ...]
     left_out: tuple[tuple[Winner, str], ...]
 
 
@@ -80,6 +68,22 @@ def export(
     return Export(_module_text(kept, rows), tuple(rows), tuple(left_out))
 
 
+def unseen_loss(rows: Sequence[ExportedProblem]) -> list[str]:
+    """What shapes that were not tuned may lose, and on which of the tuned ones most; or nothing.
+
+    Each tuned one, left out, is served by what the others have.
+    """
+    known = [(row.unseen_regret, row.problem) for row in rows if row.unseen_regret is not None]
+    if not known:
+        return []
+    mean = geometric_mean(1 + regret for regret, _ in known) - 1
+    worst, problem = max(known)
+    return [
+        f"{100 * mean:.1f} % (geometric mean of {len(known)});",
+        f"worst {100 * worst:.1f} %: {title(problem)}",
+    ]
+
+
 def write_module(text: str, path: Path) -> None:
     """Write the module whole or not at all. Raises ExportError."""
     if path.suffix != ".py":
@@ -105,7 +109,7 @@ def _reason_to_leave_out(winner: Winner, gpus: Sequence[str], allow_predicted: b
     return None
 
 
-def _portfolios(winners: Iterable[Winner], most_configs: int) -> list[ExportedRow]:
+def _portfolios(winners: Iterable[Winner], most_configs: int) -> list[ExportedProblem]:
     groups: dict[tuple[Any, ...], list[Winner]] = defaultdict(list)
     for winner in winners:
         decision = winner.decision
@@ -118,10 +122,18 @@ def _portfolios(winners: Iterable[Winner], most_configs: int) -> list[ExportedRo
         valid = partial(_valid, group[0].gpu)
         unseen = unseen_regrets(measured, most_configs, valid)
         rows += [
-            ExportedRow(winner.gpu, one, winner.decision.source, regret)
+            ExportedProblem(
+                winner.gpu,
+                winner.toolchain,
+                one.problem,
+                one.config,
+                winner.decision.source,
+                one.regret,
+                regret,
+            )
             for winner, one, regret in zip(group, served, unseen, strict=True)
         ]
-    return sorted(rows, key=lambda row: (row.gpu.slug, row.gpu.identity, row.served.problem))
+    return sorted(rows, key=lambda row: (row.gpu.slug, row.gpu.identity, row.problem))
 
 
 def _measured(winner: Winner) -> Measured:
@@ -140,12 +152,14 @@ def _valid(gpu: Gpu, problem: Problem, config: Config) -> bool:
     return why_refused(problem, config, gpu) is None
 
 
-def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
+def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> str:
     imports, bodies = joined_runtime()
+    unseen = unseen_loss(rows)
+    told = [f"Had it not been tuned, a problem would lose {line}" for line in unseen[:1]]
     docstring = DOCSTRING.format(
         functions="prefill(), decode() and append_kv()",
         version=__version__,
-        provenance=_provenance(winners),
+        provenance="\n".join([*_provenance(winners), *told, *unseen[1:]]),
     )
     text = "\n".join(
         [
@@ -163,7 +177,7 @@ def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
     return text
 
 
-def _provenance(winners: Sequence[Winner]) -> str:
+def _provenance(winners: Sequence[Winner]) -> list[str]:
     lines = set()
     for winner in winners:
         chain = winner.toolchain
@@ -171,16 +185,16 @@ def _provenance(winners: Sequence[Winner]) -> str:
             f"{winner.gpu.name} ({winner.gpu.arch}): {winner.decision.source} with driver"
             f" {chain.driver or 'none'}, torch {chain.torch}, triton {chain.triton}."
         )
-    return "\n".join(sorted(lines))
+    return sorted(lines)
 
 
-def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
+def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> str:
     """The kernels' texts, once each, and a table of integers a GPU and triton version."""
-    used = {row.served.config.family for row in rows}
+    used = {row.config.family for row in rows}
     names = _names(used | {family.op for family in FAMILIES.values()})
     texts = {render(variant).name: render(variant).text for variant in names.values()}
     triton_of = {(w.gpu, w.decision.problem): w.toolchain.triton for w in winners}
-    knobs = sorted({row.served.config.knobs for row in rows}, key=repr)
+    knobs = sorted({row.config.knobs for row in rows}, key=repr)
     lines = ["_TEXTS = {"]
     lines += [f"    {name!r}: {_literal(texts[name])}," for name in sorted(texts)]
     lines += ["}", "_NAMES = {  # (family, its switches that are on)"]
@@ -188,9 +202,9 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedRow]) -> str:
     lines += ["}", "_KNOBS = ("]
     lines += [f"    {dict(each)!r}," for each in knobs]
     lines += [")", "_GPUS = ("]
-    tables: dict[tuple[Gpu, str], list[ExportedRow]] = defaultdict(list)
+    tables: dict[tuple[Gpu, str], list[ExportedProblem]] = defaultdict(list)
     for row in rows:
-        tables[row.gpu, triton_of[row.gpu, row.served.problem]].append(row)
+        tables[row.gpu, triton_of[row.gpu, row.problem]].append(row)
     newest_first = sorted(tables, key=lambda key: _version(key[1]), reverse=True)
     for gpu, triton in sorted(newest_first, key=lambda key: key[0].slug):
         lines += [
@@ -215,11 +229,11 @@ def _names(families: Iterable[str]) -> dict[tuple[str, ...], Variant]:
     return tuned | {(each.family, *each.switches): each for each in append_kv.variants().values()}
 
 
-def _row(row: ExportedRow, knobs: Sequence[Any]) -> str:
-    problem, config = row.served.problem, row.served.config
+def _row(row: ExportedProblem, knobs: Sequence[Any]) -> str:
+    problem, config = row.problem, row.config
     key, sizes = match_key(problem), tuple(match_sizes(problem))
     place = knobs.index(config.knobs)
-    regret = round(row.served.regret, 4)
+    regret = round(row.regret, 4)
     return f"Row({key!r}, MatchSizes{sizes!r}, {config.family!r}, _KNOBS[{place}], {regret!r})"
 
 

@@ -20,6 +20,7 @@ from autoflash.groups import groups_of
 from autoflash.pool import CompilePool
 from autoflash.problem import Problem
 from autoflash.progress import Progress, progress_for_each
+from autoflash.scratch import scratch_cache
 from autoflash.store import Store
 from autoflash.team import Team
 from autoflash.toolchain import Toolchain
@@ -95,15 +96,18 @@ def tune_on_all(
     Raises as `tune` does where no type came to any decision.
     """
     desk, limit = Desk(), options.limit
-    workers = {
-        index: Worker(
-            device, machine.deadlines, lambda: float("-inf") if desk.closed else limit.left_s
-        )
-        for index, device in devices.items()
-    }
+
+    def left_s() -> float:
+        return float("-inf") if desk.closed else limit.left_s
+
     with ExitStack() as stack:
         store = stack.enter_context(Store.open(db))
-        pool = stack.enter_context(compiling(machine))
+        scratch = stack.enter_context(scratch_cache(options.done))
+        pool = stack.enter_context(compiling(machine, scratch))
+        workers = {
+            index: Worker(device, machine.deadlines, left_s, scratch)
+            for index, device in devices.items()
+        }
         for worker in workers.values():
             stack.enter_context(closing(worker))
         posts = _started(workers)
@@ -237,7 +241,7 @@ def _recorded(
     outcome = "failed"
     try:
         yield
-        outcome = "budget" if options.limit.over or options.limit.cut else "finished"
+        outcome = "finished" if options.done() else "budget"
     except KeyboardInterrupt:
         outcome = "interrupted"
         trials = sum(run.team.labs[0].journal.trials for run in runs)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
@@ -96,12 +96,15 @@ class CompilePool:
         compiler: Callable[[], Compiler],
         processes: int | None = None,
         deadline_s: float = 60.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._deadline_s = deadline_s
         self._waiting: dict[Future[Resources], _Job] = {}
         self._changed = threading.Condition()  # several searches may share a pool
         self._closed = False
-        self._children = [Child(compiler) for _ in range(processes or processes_wanted())]
+        self._children = [
+            Child(compiler, environment) for _ in range(processes or processes_wanted())
+        ]
         self._threads = [
             threading.Thread(target=self._serve, args=(child,), daemon=True)
             for child in self._children

@@ -44,9 +44,9 @@ def predict(
     """A predicted decision for every problem whose choice is right in the interpreter."""
     pairs = [(entrants, p) for entrants in all_entrants for p in entrants.group.problems]
     for entrants, problem in pairs:
-        entrants.ask([entrants.group.default(problem, lab.gpu)])
+        entrants.ask(problem, [entrants.group.default(problem, lab.gpu)])
     for entrants, problem in pairs:
-        entrants.ask(_candidates(lab, entrants.group, problem))
+        entrants.ask(problem, _candidates(lab, entrants.group, problem))
     decisions, undecided = [], []
     for number, (entrants, problem) in enumerate(pairs, 1):
         lab.progress.begin(problem, number, len(pairs))
@@ -68,7 +68,7 @@ def _choice(lab: Lab, entrants: Entrants, problem: Problem) -> Decision | None:
     default = entrants.group.default(problem, lab.gpu)
     batch = _candidates(lab, entrants.group, problem)
     predictions: dict[Config, float] = {}
-    for done, config in enumerate(entrants.ready(batch, lab.limit), 1):
+    for done, config in enumerate(entrants.ready(problem, batch, lab.limit), 1):
         if entrants.compiled(problem, config):
             resources = entrants.resources[config]
             predictions[config] = predicted_us(problem, config, resources, lab.gpu)

@@ -45,6 +45,11 @@ class Variant:
         return self.causal or self.window
 
     @property
+    def merges(self) -> bool:
+        """Whether the program that ends last merges partial results, and no kernel after it."""
+        return self.family == "decode_last"
+
+    @property
     def name(self) -> str:
         """The golden's name: the family, then every switch that is on."""
         return "_".join([self.family, *self.switches])

@@ -1,4 +1,4 @@
-"""The records of a search: Trial, one measurement; Decision, one verdict; Winner, its result."""
+"""The records: Trial, a measurement; Decision, a verdict; Winner, its result; what is exported."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class Trial:
     `regime` is `none` when nothing was timed. `error` holds the reason of every status but
     `correct`. `max_ratio` and `rms_ratio` are errors over the eager computation's error. `seconds`
     is how long its work took. `asked_at` and `compiled_at` say when its binary was asked for and
-    when it was there, "" where an earlier run had it.
+    when it was there.
     """
 
     problem: Problem
@@ -102,3 +102,20 @@ class Winner:
     decision: Decision
     weight: float = 1.0
     decided_at: str = ""  # ISO 8601, UTC
+
+
+@dataclass(frozen=True)
+class ExportedProblem:
+    """A tuned problem of an exported module, the config that serves it there, and what that loses.
+
+    Regrets are against the problem's best measured time; `unseen_regret` is what it would lose had
+    it not been tuned, None where that was not measured.
+    """
+
+    gpu: Gpu
+    toolchain: Toolchain
+    problem: Problem
+    config: Config
+    source: str
+    regret: float
+    unseen_regret: float | None = None

@@ -30,6 +30,7 @@ def side_by_side(
     The worker must have prepared the problem. A round in which heat or the power supply slowed the
     card counts for nobody. Every config gets a trial of this stage.
     """
+    entrants.wait_for(configs, limit)
     entered = {}
     for config in configs:
         trial = _enter(lab, entrants, problem, config, stage)

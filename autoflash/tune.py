@@ -1,7 +1,7 @@
 """Tune: the main job. A workload's problems searched on this machine's GPU, or predicted."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from autoflash.problem import Problem
 from autoflash.progress import progress_for
 from autoflash.records import Decision
 from autoflash.runtime.launch import interpreted
+from autoflash.scratch import scratch_cache
 from autoflash.search import strategy_for
 from autoflash.store import Store
 from autoflash.toolchain import Toolchain, detect_toolchain
@@ -63,6 +64,10 @@ class Options:
     strategy: str
     argv: tuple[str, ...]
     lock_clocks: bool = False
+
+    def done(self) -> bool:
+        """Whether the search was not cut short by its budget."""
+        return not (self.limit.over or self.limit.cut)
 
 
 @dataclass(frozen=True)
@@ -150,19 +155,20 @@ def tune(
         gpu = predicted_for or gpus.known(gpus.DEFAULT_TARGET)
         print(NO_GPU.format(gpu.name), file=sys.stderr, flush=True)
         return _predict(workload, replace(machine, device=None), options, gpu, db)
-    limit = options.limit
+    limit, device, deadlines = options.limit, machine.device, machine.deadlines
     with (
         Store.open(db) as store,
-        compiling(machine) as pool,
-        closing(Worker(machine.device, machine.deadlines, lambda: limit.left_s)) as worker,
+        scratch_cache(options.done) as scratch,
+        compiling(machine, scratch) as pool,
+        closing(Worker(device, deadlines, lambda: limit.left_s, scratch)) as worker,
     ):
         return _measure(workload, options, worker, pool, store)
 
 
-def compiling(machine: Machine) -> closing[CompilePool]:
+def compiling(machine: Machine, environment: Mapping[str, str]) -> closing[CompilePool]:
     """The machine's pool. Made before its GPUs are greeted: either takes seconds to start."""
     compile_s = machine.deadlines.compile_s
-    return closing(CompilePool(machine.compiler, machine.compile_processes, compile_s))
+    return closing(CompilePool(machine.compiler, machine.compile_processes, compile_s, environment))
 
 
 def _measure(
@@ -203,7 +209,8 @@ def _predict(
     limit = options.limit
     with (
         Store.open(db) as store,
-        compiling(machine) as pool,
+        scratch_cache(options.done) as scratch,
+        compiling(machine, scratch) as pool,
         closing(
             Worker(interpreter, INTERPRETER_DEADLINES, lambda: limit.left_s, INTERPRET)
         ) as worker,
@@ -301,7 +308,7 @@ def _lab(
         outcome = "failed"
         try:
             yield lab, run_id
-            outcome = "budget" if options.limit.over or options.limit.cut else "finished"
+            outcome = "finished" if options.done() else "budget"
         except KeyboardInterrupt:
             outcome = "interrupted"
             progress.notice(

@@ -149,6 +149,26 @@ FROM timed
 JOIN configs ON configs.id = timed.config_id
 WINDOW of_run AS (PARTITION BY timed.run_id ORDER BY timed.id);
 
+CREATE TABLE exports (
+  id INTEGER PRIMARY KEY,
+  uid TEXT NOT NULL UNIQUE,
+  module_sha256 TEXT NOT NULL,
+  most_configs INTEGER NOT NULL,
+  exported_at TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE exported_problems (
+  export_id INTEGER NOT NULL REFERENCES exports (id),
+  gpu_id INTEGER NOT NULL REFERENCES gpus (id),
+  toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+  problem_id INTEGER NOT NULL REFERENCES problems (id),
+  config_id INTEGER NOT NULL REFERENCES configs (id),
+  source TEXT NOT NULL CHECK (source IN ('measured', 'predicted')),
+  regret REAL NOT NULL,
+  unseen_regret REAL,
+  PRIMARY KEY (export_id, gpu_id, toolchain_id, problem_id)
+) STRICT;
+
 CREATE TABLE problems (
   id INTEGER PRIMARY KEY,
   op TEXT NOT NULL,
@@ -181,8 +201,8 @@ CREATE TABLE problems (
   UNIQUE (
     op, dtype, head_dim, num_heads, num_kv_heads, batch, seqlen_q, seqlen_k, causal, page_size,
     layout, kv_layout, lengths, kv_dtype, out_dtype, acc_dtype, head_dim_v, deterministic,
-    batch_invariant, pages, kv_scales,
-    window_left, window_right, softcap, alibi, bias, sinks
+    batch_invariant, pages, kv_scales, window_left,
+    window_right, softcap, alibi, bias, sinks
   )
 ) STRICT;
 

@@ -1,9 +1,7 @@
 """`autoflash export`: the module that serves what was measured, from databases and for GPUs."""
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +11,7 @@ from autoflash.cli.options import AsJson
 from autoflash.cli.table import print_rows_as_json, print_table
 
 if TYPE_CHECKING:
-    from autoflash.export import ExportedRow
+    from autoflash.export import Export
     from autoflash.records import Winner
 
 COLUMNS = (
@@ -55,10 +53,10 @@ def export(
     shapes that were not.
     """
     from autoflash.export import export as exported
-    from autoflash.export import write_module
+    from autoflash.export import unseen_loss, write_module
 
     module = exported(
-        _winners(db or []),
+        _winners(_databases(db or [])),
         gpus=gpu or (),
         allow_predicted=allow_predicted,
         most_configs=max_configs,
@@ -66,18 +64,20 @@ def export(
     write_module(module.text, output)
     for reason, count in Counter(reason for _, reason in module.left_out).most_common():
         notice(f"{count} winners left out: {reason}")
-    configs = {(row.gpu, row.served.config) for row in module.rows}
+    configs = {(row.gpu, row.config) for row in module.rows}
     notice(f"{output}: {len(module.rows)} problems served by {len(configs)} configs")
-    _tell_unseen(module.rows)
+    if told := unseen_loss(module.rows):
+        notice(f"had it not been tuned, a problem would lose {' '.join(told)}")
+    _record(_databases(db or [])[:1], module, max_configs)
     from autoflash.problem import title
 
     rows = [
         (
             row.gpu.name,
-            title(row.served.problem),
-            row.served.config.family,
-            row.served.config.to_json(),
-            round(100 * row.served.regret, 2),
+            title(row.problem),
+            row.config.family,
+            row.config.to_json(),
+            round(100 * row.regret, 2),
             None if row.unseen_regret is None else round(100 * row.unseen_regret, 2),
             row.source,
         )
@@ -89,30 +89,38 @@ def export(
         print_table(COLUMNS, rows)
 
 
-def _tell_unseen(rows: "Sequence[ExportedRow]") -> None:
-    """What shapes that were not tuned may lose: each tuned one, left out, served by the others."""
-    from autoflash.problem import title
+def _databases(given: list[Path]) -> list[Path]:
+    """Those given, else the user's own if there is one."""
+    from autoflash.store import users_database
 
-    known = [(row.unseen_regret, row) for row in rows if row.unseen_regret is not None]
-    if known:
-        mean = geometric_mean(1 + regret for regret, _ in known) - 1
-        worst, row = max(known, key=lambda each: each[0])
-        notice(
-            f"had it not been tuned, a problem would lose {100 * mean:.1f} % (geometric mean of "
-            f"{len(known)}); worst {100 * worst:.1f} %: {title(row.served.problem)}"
-        )
+    own = None if given else users_database()
+    return [own] if own else given
 
 
 def _winners(databases: list[Path]) -> list["Winner"]:
-    """The winners of the databases, or of the user's own if there is one, over the shipped ones."""
-    from autoflash.store import Store, shipped_winners, users_database
+    """The winners of the databases, over those shipped."""
+    from autoflash.store import Store, shipped_winners
     from autoflash.store.overlay import overlay
 
-    if not databases and (own := users_database()):
-        databases = [own]
     layers = []
     with store_warnings_told():
         for path in databases:
             with Store.open(path, readonly=True) as store:
                 layers.append(store.winners())
         return overlay(*layers, shipped_winners())
+
+
+def _record(topmost: list[Path], module: "Export", most_configs: int) -> None:
+    """The export in the topmost database, which may be one that nobody may write."""
+    from hashlib import sha256
+
+    from autoflash.errors import StoreError
+    from autoflash.store import Store
+
+    digest = sha256(module.text.encode()).hexdigest()
+    for path in topmost:
+        try:
+            with Store.open(path) as store:
+                store.record_export(digest, most_configs, module.rows)
+        except StoreError as error:
+            notice(f"the export is not recorded: {error}")

@@ -2,7 +2,7 @@
 
 from autoflash.config import Config
 from autoflash.errors import UnsupportedError
-from autoflash.families import append_kv, decode, prefill, prefill_hopper
+from autoflash.families import append_kv, decode, decode_last, prefill, prefill_hopper
 from autoflash.families.family import Family, sample, samples, space, variants
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem, Variant
@@ -22,7 +22,8 @@ __all__ = [
 ]
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (prefill.FAMILY, prefill_hopper.FAMILY, decode.FAMILY)
+    family.name: family
+    for family in (prefill.FAMILY, prefill_hopper.FAMILY, decode.FAMILY, decode_last.FAMILY)
 }
 
 

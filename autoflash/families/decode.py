@@ -22,6 +22,7 @@ PARTS = (
     "decode/attend_pairs.py.jinja",
     "decode/schedule.py.jinja",
     "decode/store.py.jinja",
+    "decode/merge.py.jinja",
     "decode/kernel.py.jinja",
     "decode/combine.py.jinja",
     "decode/plan.py.jinja",

@@ -105,6 +105,12 @@ def decode_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     return {**knobs, "PROGRAMS_PER_SM": decode_programs_per_sm(problem, knobs, gpu)}
 
 
+def decode_last_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
+    """The same for the family in which no second kernel merges."""
+    knobs = decode_default(problem, gpu)
+    return {name: value for name, value in knobs.items() if name != "COMBINE_WARPS"}
+
+
 def decode_programs_per_sm(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
     """Programs that an SM holds at once, at most 8."""
     threads = int(knobs["num_warps"]) * (32 if gpu.vendor == "nvidia" else 64)

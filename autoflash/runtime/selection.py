@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-from .defaults import decode_default, prefill_default
+from .defaults import decode_default, decode_last_default, prefill_default
 from .device import Device
 from .hopper_validity import (
     prefill_hopper_default,
@@ -27,16 +27,19 @@ SELECTION_REFUSALS = {
     "prefill": prefill_refusal,
     "prefill_hopper": prefill_hopper_refusal,
     "decode": decode_refusal,
+    "decode_last": decode_refusal,
 }
 SELECTION_UNSUPPORTED = {
     "prefill": prefill_unsupported,
     "prefill_hopper": prefill_hopper_unsupported,
     "decode": decode_unsupported,
+    "decode_last": decode_unsupported,
 }
 SELECTION_DEFAULTS = {
     "prefill": prefill_default,
     "prefill_hopper": prefill_hopper_default,
     "decode": decode_default,
+    "decode_last": decode_last_default,
 }
 SELECTION_COMPILED_ONLY = ("prefill_hopper",)  # Gluon has no interpreter
 # By op, whose default serves what no row does: the portable family where no other can.

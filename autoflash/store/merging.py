@@ -22,6 +22,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "problems": (),
     "configs": (),
     "kernels": ("family", "digest"),
+    "exports": (),  # their uid among them
 }
 # A run may have gone on since it was copied, so its end is no part of it.
 END_OF_RUN = ("ended_at", "outcome")
@@ -35,7 +36,9 @@ REFERENCES = {
     "winner_config_id": "configs",
     "default_config_id": "configs",
     "kernel_id": "kernels",
+    "export_id": "exports",
 }
+MADE_ONCE = ("run_problems", "exported_problems")  # told apart by their primary key alone
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,13 @@ def _add(source: sqlite3.Connection, target: sqlite3.Connection, path: Path) -> 
                     (row["variant"], row["text"], ids[table][row_id]),
                 )
     ids["runs"], new_runs = _runs(source, target, ids)
-    for row in _plain_rows(source, "run_problems"):
-        marks = ", ".join("?" * len(row))
-        target.execute(
-            f"INSERT OR IGNORE INTO run_problems ({', '.join(row)}) VALUES ({marks})",
-            list(_here(row, ids).values()),
-        )
+    for table in MADE_ONCE:
+        for row in _plain_rows(source, table):
+            marks = ", ".join("?" * len(row))
+            target.execute(
+                f"INSERT OR IGNORE INTO {table} ({', '.join(row)}) VALUES ({marks})",
+                list(_here(row, ids).values()),
+            )
     added = {table: _made(source, target, table, ids) for table in MADE_IN_RUNS}
     return Merged(path, new_runs, added["trials"], added["decisions"])
 

@@ -10,8 +10,8 @@ from autoflash.problem import Problem
 from autoflash.records import SOURCES, STATUSES, Clocks, Decision, Resources, Trial, Winner
 from autoflash.store.fields import from_plain, plain_fields, to_plain
 from autoflash.store.knobs import objects, read_config, read_config_object, read_timed_object
+from autoflash.store.schema import PROBLEM_COLUMNS, RUN_COLUMNS
 from autoflash.store.skipping import readable
-from autoflash.store.views import PROBLEM_COLUMNS, RUN_COLUMNS
 from autoflash.toolchain import Toolchain
 
 Row = dict[str, Any]

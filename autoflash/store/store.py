@@ -1,7 +1,7 @@
 """Store: an open database; the records go in and come out."""
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -9,7 +9,7 @@ from typing import Self
 
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
-from autoflash.records import Decision, Trial, Winner
+from autoflash.records import Decision, ExportedProblem, Trial, Winner
 from autoflash.store import reading, writing
 from autoflash.store.opening import open_for_reading, open_for_writing, told, transaction
 from autoflash.store.overlay import overlay
@@ -101,6 +101,13 @@ class Store:
         """The id of the decision's row. Earlier decisions on the problem stay."""
         with self._writing():
             return writing.add_decision(self.conn, run_id, decision)
+
+    def record_export(
+        self, module_sha256: str, most_configs: int, exported: Sequence[ExportedProblem]
+    ) -> int:
+        """The id of the export's row; its problems are stored with it."""
+        with self._writing():
+            return writing.add_export(self.conn, module_sha256, most_configs, exported)
 
     def trials(
         self,

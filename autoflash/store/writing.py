@@ -2,13 +2,14 @@
 
 import sqlite3
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
 from autoflash.config import Config
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
-from autoflash.records import Decision, Trial, Winner
+from autoflash.records import Decision, ExportedProblem, Trial, Winner
 from autoflash.store.fields import Plain, to_plain
 from autoflash.store.knobs import config_object, timed_object, to_json
 from autoflash.toolchain import Toolchain
@@ -170,6 +171,39 @@ def add_winners(conn: sqlite3.Connection, winners: list[Winner], origin: str) ->
             )
         add_run_problem(conn, runs[key], winner.decision.problem, winner.weight)
         add_decision(conn, runs[key], winner.decision, winner.decided_at)
+
+
+def add_export(
+    conn: sqlite3.Connection,
+    module_sha256: str,
+    most_configs: int,
+    exported: Sequence[ExportedProblem],
+) -> int:
+    """The id of the export, whose problems are stored with it."""
+    export = insert(
+        conn,
+        "exports",
+        {
+            "uid": uuid.uuid4().hex,
+            "module_sha256": module_sha256,
+            "most_configs": most_configs,
+            "exported_at": now(),
+        },
+    )
+    for each in exported:
+        insert(
+            conn,
+            "exported_problems",
+            {
+                "export_id": export,
+                "gpu_id": gpu_id(conn, each.gpu),
+                "toolchain_id": toolchain_id(conn, each.toolchain),
+                "problem_id": problem_id(conn, each.problem),
+                "config_id": config_id(conn, each.config),
+                **to_plain(each),
+            },
+        )
+    return export
 
 
 def _without_nan(trial: Trial) -> Trial:

@@ -41,6 +41,9 @@ GOLDEN_VARIANTS = (
     Variant("decode", "decode", paged=True, quantised=True, token_scales=True),
     Variant("decode", "decode", paged=True, queries=True, quantised=True),
     Variant("decode", "decode", paged=True, queries=True, quantised=True, token_scales=True),
+    Variant("decode_last", "decode"),
+    Variant("decode_last", "decode", paged=True),
+    Variant("decode_last", "decode", paged=True, queries=True, quantised=True, token_scales=True),
 )
 
 REVIEWED = (*GOLDEN_VARIANTS, *append_kv.variants().values())

@@ -11,8 +11,9 @@ from running import run
 from autoflash import gpu as gpus
 from autoflash.accuracy import Budget
 from autoflash.config import Config
+from autoflash.families import decode_last, family_of
 from autoflash.families.decode import FAMILY
-from autoflash.families.family import space
+from autoflash.families.family import Family, space
 from autoflash.inputs import POISON_PAGE, Inputs, make_inputs
 from autoflash.kernel import load, new_outputs, plan_of
 from autoflash.pool import CompilePool, TritonCompiler
@@ -38,14 +39,23 @@ def problem(batch: int, **changed: int | str) -> Problem:
 
 
 def schedules(p: Problem, gpu: gpus.Gpu) -> list[Config]:
-    """The default config of this problem under both schedules."""
-    default = FAMILY.default(p, gpu).as_dict()
-    return [Config.of("decode", {**default, "SCHEDULE": name}) for name in ("split", "group")]
+    """The default configs of this problem under both schedules, merged by a kernel or without."""
+    return [
+        Config.of(family.name, {**family.default(p, gpu).as_dict(), "SCHEDULE": name})
+        for family in (FAMILY, decode_last.FAMILY)
+        for name in ("split", "group")
+    ]
 
 
 def compiled(p: Problem, gpu: gpus.Gpu) -> list[Config]:
     """The problem's candidates that compile, all compiled side by side before the first runs."""
     candidates = [config for config, reason in space(FAMILY, p, gpu) if reason is None]
+    # what merges without a kernel is no candidate of a small batch, and right all the same
+    candidates += [
+        Config.of("decode_last", {k: v for k, v in config.knobs if k != "COMBINE_WARPS"})
+        for config in candidates
+        if config["COMBINE_WARPS"] == 4
+    ]
     with closing(CompilePool(partial(TritonCompiler, with_cases=False))) as pool:
         futures = {config: pool.submit([p], config, gpu) for config in candidates}
         right = [config for config, future in futures.items() if future.exception() is None]
@@ -126,11 +136,10 @@ def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(
 ) -> None:
     p = problem(len(LENGTHS))
     inputs = make_inputs(p, device="cuda", lengths=LENGTHS)
-    split, group = (
-        Config.of("decode", {**c.as_dict(), "PROGRAMS_PER_SM": 1}) for c in schedules(p, gpu)
-    )
     budget = Budget(inputs)
-    for config, programs in ((split, splits * p.batch * 2), (group, splits * 2)):
+    for config in schedules(p, gpu):
+        programs = splits * 2 * (p.batch if config["SCHEDULE"] == "split" else 1)
+        config = Config.of(config.family, {**config.as_dict(), "PROGRAMS_PER_SM": 1})
         verdict = budget.judge(*run(inputs, config, gpu=replace(gpu, num_sms=programs)))
         assert verdict.correct, verdict.reason
 
@@ -186,7 +195,7 @@ def test_dead_table_entries_change_no_bit(index_dtype: torch.dtype, gpu: gpus.Gp
     table = inputs.block_table
     assert table is not None
     for config in schedules(p, gpu):
-        config = Config.of("decode", {**config.as_dict(), "BLOCK_N": 128, "num_stages": 2})
+        config = Config.of(config.family, {**config.as_dict(), "BLOCK_N": 128, "num_stages": 2})
         plain = run(inputs, config, gpu=gpu)
         for entry in (-1, POISON_PAGE - 1):
             filled = table.where(table != POISON_PAGE, entry).to(index_dtype)
@@ -197,8 +206,8 @@ def test_a_captured_graph_follows_lengths_and_tables_that_change_in_place(gpu: g
     p = problem(4)
     before = make_inputs(p, device="cuda", lengths=[4096, 100, 0, 3000])
     after = make_inputs(p, device="cuda", lengths=[1, 4096, 700, 0], seed=1)
-    module = load(render(FAMILY.variant(p)))
     for config in schedules(p, gpu):
+        module = load(render(family_of(config.family).variant(p)))
         held = Inputs(p, *(t.clone() for t in (before.q, before.k, before.v)))
         assert before.cache_seqlens is not None and before.block_table is not None
         held = replace(
@@ -219,15 +228,18 @@ def test_a_captured_graph_follows_lengths_and_tables_that_change_in_place(gpu: g
 
 
 @pytest.mark.parametrize("schedule", ["split", "group"])
-def test_calls_back_to_back_may_share_a_workspace(schedule: str, gpu: gpus.Gpu) -> None:
+@pytest.mark.parametrize("family", [FAMILY, decode_last.FAMILY], ids=lambda family: family.name)
+def test_calls_back_to_back_may_share_a_workspace(
+    family: Family, schedule: str, gpu: gpus.Gpu
+) -> None:
     """With dependent launch a kernel starts while the one before it still runs."""
     p = problem(4)
-    module = load(render(FAMILY.variant(p)))
+    module = load(render(family.variant(p)))
     several = [
         make_inputs(p, device="cuda", lengths=[4096 - i, 1000, 17 * i, 3000], seed=i)
         for i in range(8)
     ]
-    config = Config.of("decode", {**FAMILY.default(p, gpu).as_dict(), "SCHEDULE": schedule})
+    config = Config.of(family.name, {**family.default(p, gpu).as_dict(), "SCHEDULE": schedule})
     expected = [run(inputs, config, gpu=gpu) for inputs in several]
     workspaces: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -256,6 +268,6 @@ def test_calls_back_to_back_may_share_a_workspace(schedule: str, gpu: gpus.Gpu) 
     for _ in range(20):
         for plan in plans:
             run_plan(plan)
-    assert len(workspaces) == 2
+    assert len(workspaces) == (2 if family is FAMILY else 3)
     for result, wanted in zip(outputs, expected, strict=True):
         assert same_bits(result, wanted)

@@ -87,15 +87,15 @@ class Here:
 
 
 class HereWorker(Worker):
-    def __init__(self, device, deadlines, limit_s):
-        super().__init__(device, deadlines, limit_s)
+    def __init__(self, device, deadlines, limit_s, environment):
+        super().__init__(device, deadlines, limit_s, environment)
         self._child = Here(partial(Serving, device))
 
 
 class HerePool:
     """Compiles at once, and notes what."""
 
-    def __init__(self, calls, compiler, processes, deadline_s):
+    def __init__(self, calls, compiler, processes, deadline_s, environment):
         self._calls, self._compiler = calls, FakeCompiler()
 
     def submit(self, problems, config, gpu, urgency):

@@ -6,7 +6,7 @@ from autoflash.config import Config
 from autoflash.families import FAMILIES
 from autoflash.gpu import Gpu, known
 from autoflash.problem import Problem
-from autoflash.records import Decision, Trial, Winner
+from autoflash.records import Decision, ExportedProblem, Trial, Winner
 from autoflash.store import Store
 from autoflash.toolchain import Toolchain
 
@@ -36,6 +36,11 @@ def decision(problem: Problem = PROBLEM, us: float = 7.5, place: int = 0, **fiel
 
 def winner(gpu: Gpu = H200, toolchain: Toolchain = TOOLCHAIN, **fields) -> Winner:
     return Winner(gpu, toolchain, decision(**fields), 1.0, "2026-01-02T03:04:05+00:00")
+
+
+def exported(gpu: Gpu = H200, problem: Problem = PROBLEM, **fields) -> ExportedProblem:
+    told = {"config": config(), "source": "measured", "regret": 0.02, "unseen_regret": 0.5}
+    return ExportedProblem(gpu, TOOLCHAIN, problem, **told | fields)
 
 
 def run(store: Store, gpu: Gpu = H200, toolchain: Toolchain = TOOLCHAIN) -> int:

@@ -1,5 +1,6 @@
 """What is compiled ahead of the GPU: every problem's first trials, and a climb's likely next."""
 
+import sqlite3
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -8,14 +9,15 @@ from threading import Event, Timer
 from types import SimpleNamespace
 
 import pytest
-from fake_device import GPU, FakeCompiler, FakeDevice, machine
+from fake_device import GPU, TOOLCHAIN, FakeCompiler, FakeDevice, machine
 from fake_fleet import HereWorker
-from test_tune import DECODE, LONGER, PROBLEM, QUICK, search
+from test_tune import DECODE, LONGER, PROBLEM, QUICK, binary, search
 
 from autoflash.ahead import compiled_ahead
 from autoflash.groups import groups_of
 from autoflash.pool import Urgency
 from autoflash.search.hill_climb import neighbours
+from autoflash.store import Store
 
 
 class Asked:
@@ -84,6 +86,27 @@ def test_a_climb_asks_for_the_neighbours_of_every_new_best_before_its_step_ends(
     assert Urgency.NOW not in first
 
 
+def test_a_run_that_goes_on_compiles_what_it_will_launch_and_nothing_else(pool, tmp_path):
+    db, device = tmp_path / "tune.db", fake({})
+    (decision,) = search(db, device, PROBLEM).decisions
+
+    def asked_again(*problems):
+        pool.urgencies.clear()
+        search(db, device, *problems)
+        return set(pool.urgencies)
+
+    assert asked_again(PROBLEM) == set()
+    with sqlite3.connect(db) as connection:  # as if it had been stopped before its final
+        connection.execute("DELETE FROM decisions")
+    finalists = {config for config, _ in decision.times}
+    assert {binary(config) for config in asked_again(PROBLEM)} == set(map(binary, finalists))
+    both = {binary(config) for config in asked_again(PROBLEM, LONGER)}
+    (group,), _ = groups_of([LONGER], GPU)
+    with Store.open(db, readonly=True) as store:
+        screened = {binary(t.config) for t in store.trials(GPU, TOOLCHAIN, LONGER)}
+    assert both == screened and binary(group.default(LONGER, GPU)) in both
+
+
 def lab_and_entrants(ask):
     journal = SimpleNamespace(winners=[], tried=lambda *_: False, times=lambda _: {})
     lab = SimpleNamespace(
@@ -99,7 +122,7 @@ def lab_and_entrants(ask):
 
 def test_every_default_is_asked_for_before_any_problems_other_candidates():
     batches = []
-    lab, entrants = lab_and_entrants(batches.append)
+    lab, entrants = lab_and_entrants(lambda problem, configs: batches.append(configs))
     with compiled_ahead(lab, [(entrants, PROBLEM), (entrants, LONGER)]):
         while len(batches) < 4:
             time.sleep(0.01)
@@ -111,7 +134,7 @@ def test_every_default_is_asked_for_before_any_problems_other_candidates():
 def test_nothing_more_is_asked_once_the_search_is_over():
     reached, go_on, batches = Event(), Event(), []
 
-    def ask(configs):
+    def ask(problem, configs):
         batches.append(configs)
         if len(configs) > 1:
             reached.set()
@@ -126,7 +149,7 @@ def test_nothing_more_is_asked_once_the_search_is_over():
 
 
 def test_what_goes_wrong_ahead_is_raised_in_the_end_and_hides_no_other_error():
-    def ask(configs):
+    def ask(problem, configs):
         if len(configs) > 1:
             raise ZeroDivisionError
 

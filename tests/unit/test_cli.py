@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from autoflash import __version__, cli
 from autoflash.busy import Shares
 from autoflash.cli.tune import budget_seconds
 from autoflash.effort import EFFORTS
-from autoflash.errors import BudgetError, WorkloadError
+from autoflash.errors import BudgetError, StoreError, WorkloadError
 from autoflash.runtime.problem import Problem, ProblemError
 from autoflash.store import Store
 from autoflash.tune import TuneResult
@@ -416,6 +417,28 @@ def test_export_joins_databases_and_says_what_serves_each_problem(monkeypatch, c
     assert {(row["gpu"], row["loses_percent"]) for row in rows} == {("NVIDIA H200", 0.0)}
     assert "2 problems served by 2 configs" in err
     compile(module.read_text(), str(module), "exec")
+    digest = sha256(module.read_bytes()).hexdigest()
+    recorded = "SELECT module_sha256, count(*) FROM exports JOIN exported_problems"
+    with Store.open(first) as store:  # the topmost
+        assert store.conn.execute(recorded).fetchall() == [(digest, 2)]
+    with Store.open(second) as store:
+        assert store.conn.execute(recorded).fetchall() == [(None, 0)]
+
+
+@pytest.mark.usefixtures("shipped")
+def test_an_export_from_a_database_that_nobody_may_write_is_made_and_not_recorded(
+    monkeypatch, capsys, tmp_path
+):
+    measured = database(tmp_path / "a.db", prefill_of())
+    module = tmp_path / "attention_dispatch.py"
+
+    def refuse(self, *_):
+        raise StoreError(f"{self.path}: attempt to write a readonly database")
+
+    monkeypatch.setattr(Store, "record_export", refuse)
+    assert run(monkeypatch, "export", "--db", str(measured), "-o", str(module)) == 0
+    assert module.exists()
+    assert "not recorded: " in (err := capsys.readouterr().err) and "readonly" in err
 
 
 @pytest.mark.usefixtures("shipped")

@@ -81,7 +81,12 @@ def after_cross(other_us, later_us=None, default=DEFAULT, winner=WINNER):
     def trial(problem, config, stage, status, seconds, verdict=None):
         return Trial(problem, config, "d", status, stage, seconds=seconds)
 
-    entrants = SimpleNamespace(is_out=lambda problem, config: False, resources={}, trial=trial)
+    entrants = SimpleNamespace(
+        is_out=lambda problem, config: False,
+        wait_for=lambda configs, limit: None,
+        resources={},
+        trial=trial,
+    )
     return journal, crossed(lab, entrants, own, [own, longer])
 
 

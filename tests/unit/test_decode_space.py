@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from autoflash import gpu as gpus
 from autoflash.config import Config, grid
 from autoflash.families.decode import FAMILY
+from autoflash.families.decode_last import FAMILY as LAST
 from autoflash.families.family import space
 from autoflash.gpu import KIB, Gpu
 from autoflash.problem import Problem
@@ -61,8 +62,9 @@ any_gpu = st.builds(
 def test_the_default_is_valid_for_every_problem_on_every_gpu_of_64_kb_and_more(
     any_problem: Problem, gpu: Gpu
 ) -> None:
-    assert FAMILY.unsupported(any_problem, gpu) is None
-    assert FAMILY.refusal(any_problem, FAMILY.default(any_problem, gpu), gpu) is None
+    for family in (FAMILY, LAST):
+        assert family.unsupported(any_problem, gpu) is None
+        assert family.refusal(any_problem, family.default(any_problem, gpu), gpu) is None
 
 
 @given(problems, any_gpu)
@@ -71,11 +73,12 @@ def test_every_refusal_says_why_and_what_is_wrong_at_run_time_is_no_candidate(
     any_problem: Problem, gpu: Gpu
 ) -> None:
     candidates = 0
-    for config, reason in space(FAMILY, any_problem, gpu):
-        candidates += reason is None
-        assert reason is None or len(reason.split()) >= 4
-        if decode_refusal(any_problem, config.as_dict(), gpu):
-            assert reason
+    for family in (FAMILY, LAST):
+        for config, reason in space(family, any_problem, gpu):
+            candidates += reason is None
+            assert reason is None or len(reason.split()) >= 4
+            if decode_refusal(any_problem, config.as_dict(), gpu):
+                assert reason
     assert 1 <= candidates <= 200  # the search is exhaustive up to 200
 
 
@@ -83,10 +86,11 @@ def test_every_refusal_says_why_and_what_is_wrong_at_run_time_is_no_candidate(
 def test_the_default_is_one_of_the_configs_that_the_search_may_try(
     any_problem: Problem, gpu: Gpu
 ) -> None:
-    values = {knob.name: knob.values for knob in FAMILY.knobs}
-    default = FAMILY.default(any_problem, gpu).as_dict()
-    assert default.keys() == values.keys()
-    assert all(value in values[name] for name, value in default.items())
+    for family in (FAMILY, LAST):
+        values = {knob.name: knob.values for knob in family.knobs}
+        default = family.default(any_problem, gpu).as_dict()
+        assert default.keys() == values.keys()
+        assert all(value in values[name] for name, value in default.items())
 
 
 def test_pages_of_128_channels_have_a_few_dozen_candidates_on_the_h200() -> None:
@@ -132,8 +136,21 @@ def test_quantised_caches_have_candidates_of_both_schedules_and_no_swapped_ones(
     assert "quantised bytes are widened first" in str(FAMILY.refusal(p, swapped, H200))
 
 
+def test_the_last_program_merges_where_many_do_and_something_is_cut() -> None:
+    for batch, schedules in ((8, set()), (64, {"group"}), (17, {"group", "split"})):
+        p = problem(batch=batch, lengths="equal")
+        configs = [config for config, reason in space(LAST, p, H200) if reason is None]
+        configs.remove(LAST.default(p, H200))
+        assert {config["SCHEDULE"] for config in configs} == schedules
+    alone = LAST.refusal(problem(batch=8), Config.of("decode_last", MERGED), H200)
+    assert alone == "few programs would merge while the rest of the GPU waits"
+    whole = LAST.refusal(problem(), Config.of("decode_last", MERGED), H200)
+    assert whole == "no sequence is cut, and nothing is left to merge"
+
+
 PLAIN = {"SCHEDULE": "split", "SWAP": 0, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 REST = {"PROGRAMS_PER_SM": 1, "DEPENDENT_LAUNCH": 0, "COMBINE_WARPS": 4}
+MERGED = {**PLAIN, "PROGRAMS_PER_SM": 1, "DEPENDENT_LAUNCH": 1}
 
 
 @pytest.mark.parametrize(

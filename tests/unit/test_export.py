@@ -199,7 +199,7 @@ def test_what_is_left_out_is_said():
     alien = winner_of(prefill_of(seqlen_q=256), Config.of("prefill", {"BLOCK_M": 0}))
     good = winner_of(prefill_of())
     exported = export([stale, predicted, alien, good])
-    assert [row.served.problem for row in exported.rows] == [good.decision.problem]
+    assert [row.problem for row in exported.rows] == [good.decision.problem]
     reasons = [reason.split(":")[0].split(",")[0] for _, reason in exported.left_out]
     assert reasons == ["stale", "predicted", "the config is not valid"]
     allowed = export([predicted, good], allow_predicted=True)
@@ -224,9 +224,9 @@ def test_a_portfolio_is_kept_small_and_says_what_it_loses():
         problem = prefill_of(seqlen_q=seqlen)
         winners.append(winner_of(problem, configs[i], times=ordered))
     one = export(winners, most_configs=1)
-    assert {row.served.config for row in one.rows} == {configs[1]}
-    assert sorted(row.served.regret for row in one.rows) == pytest.approx([0.0, 0.02, 0.02])
-    assert len({row.served.config for row in export(winners, most_configs=3).rows}) == 3
+    assert {row.config for row in one.rows} == {configs[1]}
+    assert sorted(row.regret for row in one.rows) == pytest.approx([0.0, 0.02, 0.02])
+    assert len({row.config for row in export(winners, most_configs=3).rows}) == 3
 
 
 def test_what_a_shape_would_lose_untuned_is_served_as_the_module_serves_it():
@@ -238,7 +238,7 @@ def test_what_a_shape_would_lose_untuned_is_served_as_the_module_serves_it():
         best, us = ordered[0]
         problem = prefill_of(seqlen_q=seqlen)
         winners.append(winner_of(problem, best, winner_us=us, times=ordered))
-    rows = {row.served.problem.seqlen_q: row for row in export(winners).rows}
+    rows = {row.problem.seqlen_q: row for row in export(winners).rows}
     for left_out in winners:
         problem, times = left_out.decision.problem, dict(left_out.decision.times)
         others = [winner for winner in winners if winner != left_out]
@@ -246,6 +246,20 @@ def test_what_a_shape_would_lose_untuned_is_served_as_the_module_serves_it():
         served = times[Config.of("prefill", choice.knobs)]
         expected = served / min(times.values()) - 1
         assert rows[problem.seqlen_q].unseen_regret == pytest.approx(expected)
+
+
+def test_a_module_says_at_its_top_what_untuned_shapes_may_lose():
+    configs = candidates(prefill_of())[:2]
+    times = [(configs[0], 10.0), (configs[1], 10.5)], [(configs[1], 10.0), (configs[0], 12.0)]
+    winners = [
+        winner_of(prefill_of(seqlen_q=seqlen), ordered[0][0], winner_us=10.0, times=tuple(ordered))
+        for seqlen, ordered in zip((512, 2048), times, strict=True)
+    ]
+    module = export(winners)
+    assert sorted(row.unseen_regret for row in module.rows) == pytest.approx([0.05, 0.2])
+    head = module.text.split('"""')[1]
+    assert "would lose 12.2 % (geometric mean of 2);\nworst 20.0 %: prefill bf16" in head
+    assert "2048 queries" in head and "would lose" not in export(winners[:1]).text.split('"""')[1]
 
 
 def test_a_module_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_samples import A100, H200, OLDER, PROBLEM, TOOLCHAIN, config, decision, run, trial
+from store_samples import (
+    A100,
+    H200,
+    OLDER,
+    PROBLEM,
+    TOOLCHAIN,
+    config,
+    decision,
+    exported,
+    run,
+    trial,
+)
 from store_strategies import gpus, toolchains, trials
 
 from autoflash.config import Config
@@ -296,7 +307,7 @@ def test_the_timeline_says_for_how_long_a_gpu_waited_for_each_binary(store):
         (trial(**asked, compiled_at=at(5)), at(6.5)),  # nothing before it: no word on waiting
         (trial(place=1, **asked, compiled_at=at(6)), at(8)),  # there in time
         (trial(place=2, **asked, compiled_at=at(10.25)), at(11.5)),
-        (trial(place=1, stage="final"), at(13)),  # compiled by an earlier run
+        (trial(place=1, stage="final"), at(13)),  # as an autoflash without these columns
     ]
     for each, recorded_at in made:
         row = store.record_trial(started, each)
@@ -320,3 +331,21 @@ def test_a_run_has_a_name_of_its_own_and_the_clock_it_was_locked_to(store):
     rows = store.conn.execute("SELECT uid, locked_clock_mhz FROM runs").fetchall()
     assert [clock for _, clock in rows] == [0, 1500] and len({uid for uid, _ in rows}) == 2
     assert all(len(uid) == 32 for uid, _ in rows)
+
+
+def test_an_export_keeps_what_each_problem_loses_and_would_lose_untuned(store):
+    other = replace(PROBLEM, batch=3)
+    rows = [exported(), exported(problem=other, regret=0.0, unseen_regret=None)]
+    store.record_export("f" * 64, 4, rows)
+    store.record_export("e" * 64, 1, rows[:1])
+    kept = store.conn.execute(
+        "SELECT module_sha256, most_configs, batch, regret, unseen_regret FROM exported_problems "
+        "JOIN exports ON exports.id = export_id JOIN problems ON problems.id = problem_id "
+        "ORDER BY export_id, batch"
+    ).fetchall()
+    assert kept == [
+        ("f" * 64, 4, PROBLEM.batch, 0.02, 0.5),
+        ("f" * 64, 4, 3, 0.0, None),
+        ("e" * 64, 1, PROBLEM.batch, 0.02, 0.5),
+    ]
+    assert all(len(uid) == 32 for (uid,) in store.conn.execute("SELECT uid FROM exports"))

@@ -191,20 +191,12 @@ def test_the_same_command_again_measures_nothing_twice(db, capsys):
     assert f"{candidates} candidates are known from earlier runs" in capsys.readouterr().err
 
 
-def test_trials_say_when_their_binary_was_asked_for_and_there_unless_an_earlier_run_had_it(db):
+def test_trials_say_when_their_binary_was_asked_for_and_was_there(db):
     search(db, machine())
-    screened = [trial for trial in trials(db) if trial.stage == "screen"]
     told = stored(db, "SELECT asked_s, compiled_s, began_s, ended_s FROM timeline")
-    assert len(screened) == len(tried()) <= len(told)
+    assert len(told) > len(tried())
     for asked_s, compiled_s, began_s, ended_s in told:
         assert 0 <= asked_s <= compiled_s <= ended_s and 0 < began_s <= ended_s
-    search(db, machine(), PROBLEM, LONGER)
-    known = {binary(config) for config in tried()}
-    again = [trial for trial in trials(db, LONGER) if trial.stage == "screen"]
-    had = [trial for trial in again if trial.config in tried()]
-    assert had and all((trial.asked_at, trial.compiled_at) == ("", "") for trial in had)
-    new = [trial for trial in again if binary(trial.config) not in known]
-    assert new and all("" < trial.asked_at <= trial.compiled_at for trial in new)
 
 
 def test_a_failed_candidate_is_not_tried_again(db):
