@@ -1,7 +1,10 @@
 """Softcap, ALiBi, biases and sinks of the portable prefill family in the interpreter."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,3 +268,31 @@ def test_logits_far_from_zero_keep_their_weights_under_every_modifier() -> None:
         for sign in (-1.0, 1.0):
             inputs.q[..., 0], inputs.k[..., 0] = 448.0, sign * 544.0
             assert_right(inputs, config())
+
+
+# A bias whose last element is the last that may be read: the page after it is forbidden.
+AT_THE_END_OF_MEMORY = """
+import ctypes, mmap, sys
+from dataclasses import replace
+import torch
+sys.path[:0] = [sys.argv[1]]
+from test_prefill_modifiers import config, make_inputs, problem, run
+
+inputs = make_inputs(problem(40, 70, "bias"))
+pages = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+end = 3 * mmap.PAGESIZE
+forbidden = ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + end), mmap.PAGESIZE, 0)
+assert forbidden == 0
+bias = torch.frombuffer(pages, dtype=torch.float16, count=40 * 70, offset=end - 2 * 40 * 70)
+bias = bias.view(1, 1, 40, 70).copy_(inputs.bias[:, :1])
+run(replace(inputs, bias=bias), config(BLOCK_M=int(sys.argv[2]), BLOCK_N=64))
+"""
+
+
+@pytest.mark.parametrize("block_m", [8, 64])
+def test_a_bias_is_not_read_past_its_last_key_nor_its_last_query(block_m: int) -> None:
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", AT_THE_END_OF_MEMORY, here, str(block_m)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
