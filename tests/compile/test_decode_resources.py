@@ -1,12 +1,17 @@
 """The decode family's bound of shared memory, and the spills of its best configs, as compiled."""
 
+from dataclasses import replace
+
 import pytest
 
+from autoflash import kernel
 from autoflash.config import Config
 from autoflash.families.decode import FAMILY
 from autoflash.gpu import KNOWN, Gpu, known
-from autoflash.kernel import compile_candidate
+from autoflash.inputs import make_inputs
+from autoflash.kernel import compile_candidate, new_outputs, plan_of
 from autoflash.problem import Problem
+from autoflash.runtime.launch import compile_plan
 from autoflash.runtime.validity import decode_refusal, decode_smem_bytes
 
 TARGETS = {gpu.arch: gpu for gpu in KNOWN.values()} | {"sm_90": known("NVIDIA H200")}
@@ -90,6 +95,22 @@ def check_bound(gpu: Gpu, p: Problem, chosen: Config) -> None:
     compiled = compile_candidate(p, chosen, gpu).smem_bytes
     bound = decode_smem_bytes(p, chosen.as_dict(), gpu)
     assert compiled <= bound < 2 * compiled
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("schedule", ["split", "group"])
+def test_tables_and_lengths_of_64_bits_compile(schedule: str, arch: str) -> None:
+    gpu, p = TARGETS[arch], problem("bf16", 128, lengths="ragged")
+    default = Config.of("decode", {**FAMILY.default(p, gpu).as_dict(), "SCHEDULE": schedule})
+    kernel._compile_only(gpu)
+    _, module = kernel._loaded(FAMILY.variant(p), arch)
+    inputs = make_inputs(p, device="meta", poison=False)
+    assert inputs.cache_seqlens is not None and inputs.block_table is not None
+    inputs = replace(
+        inputs, cache_seqlens=inputs.cache_seqlens.long(), block_table=inputs.block_table.long()
+    )
+    plan = plan_of(module, inputs, *new_outputs(inputs), gpu, default)
+    assert [kernel._resources(each, gpu)[1] for each in compile_plan(plan)] == [0, 0]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -130,6 +130,23 @@ def test_bytes_widened_by_instructions_are_those_widened_by_hand(
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+def test_scales_other_than_one_count_as_numbers_and_as_tensors(
+    kv_dtype: str, gpu: gpus.Gpu
+) -> None:
+    p = problem(len(LENGTHS), kv_dtype=kv_dtype)
+    inputs = make_inputs(p, device="cuda", lengths=LENGTHS)
+    k_scale, v_scale = (torch.full((p.batch, 2), step, device="cuda") for step in (0.25, 0.5))
+    scaled = replace(inputs, k_scale=k_scale, v_scale=v_scale)
+    budget = Budget(scaled, softmax_scale=0.01)
+    for config in schedules(p, gpu):
+        result = run(scaled, config, gpu=gpu, softmax_scale=0.01)
+        verdict = budget.judge(*result)
+        assert verdict.correct, verdict.reason
+        as_numbers = replace(inputs, k_scale=0.25, v_scale=0.5)
+        assert same_bits(run(as_numbers, config, gpu=gpu, softmax_scale=0.01), result)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 7, 8, 16, 32])
 def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(
     splits: int, gpu: gpus.Gpu

@@ -206,7 +206,7 @@ def exported() -> ModuleType:
     ("changes", "absent"),
     [
         ({}, set()),
-        ({"lengths": "ragged"}, {"cudnn"}),
+        ({"lengths": "ragged", "batch": 8}, {"cudnn"}),
         ({"page_size": 0}, set()),
         ({"kv_layout": "hnd", "page_size": 32, "lengths": "ragged"}, {"cudnn"}),
         ({"seqlen_q": 4, "lengths": "ragged"}, {"cudnn"}),

@@ -41,7 +41,7 @@ def test_shared_pages_are_those_of_the_first_half_and_the_rest_is_each_sequences
 
 
 @pytest.mark.parametrize("pages", ["permuted", "contiguous", "shared"])
-@pytest.mark.parametrize("lengths", [[100, 20, 0, 97], [20, 100, 48, 49]])
+@pytest.mark.parametrize("lengths", [[100, 20, 0, 97], [100, 97, 48, 10]])
 def test_what_a_sequence_sees_is_finite_and_all_else_is_poison(
     pages: str, lengths: list[int]
 ) -> None:
