@@ -118,10 +118,12 @@ def _padding(problem: Problem, config: Config) -> float:
     """Score elements computed over those that are visible."""
     rows = problem.seqlen_q if problem.op == "prefill" else problem.group_size * problem.seqlen_q
     block_m, block_n = _tile(config)
-    keys = max(problem.seqlen_k, 1)
+    keys, sides = max(problem.seqlen_k, 1), problem.window
+    if min(sides) >= 0:
+        keys = min(keys, sum(sides) + 1)
     padded = math.ceil(rows / block_m) * block_m / rows * math.ceil(keys / block_n) * block_n / keys
-    diagonal = (block_m + block_n) / 2 / keys if problem.causal else 0.0
-    return padded * (1 + diagonal)
+    edges = sum(side >= 0 for side in sides) * (block_m + block_n) / 2 / keys
+    return padded * (1 + edges)
 
 
 def _reuse(config: Config) -> float:
