@@ -59,9 +59,12 @@ def _launched(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int
     inputs = make_inputs(problem, device="meta", poison=False)
     out, _ = new_outputs(inputs)
     launches = plan_for(inputs, config, gpu, out, None)
-    # others reduce, copy or zero
+    # others reduce, copy or zero; families that share templates share the kernel's name
     _, grid, _, options = next(
-        launch for launch in launches if launch[0].__name__.startswith(config.family)
+        launch
+        for launch in launches
+        if launch[0].__name__.startswith(config.family)
+        or config.family.startswith(launch[0].__name__)
     )
     consumers = int(config.as_dict().get("WARPGROUPS", 0))
     return (

@@ -12,7 +12,9 @@ from autoflash.families.decode import FAMILY
 from autoflash.families.decode_last import FAMILY as LAST
 from autoflash.families.family import space
 from autoflash.gpu import KIB, Gpu
+from autoflash.model import predicted_us
 from autoflash.problem import Problem
+from autoflash.records import Resources
 from autoflash.runtime.validity import decode_refusal
 
 H200 = gpus.known("NVIDIA_H200")
@@ -146,6 +148,15 @@ def test_the_last_program_merges_where_many_do_and_something_is_cut() -> None:
     assert alone == "few programs would merge while the rest of the GPU waits"
     whole = LAST.refusal(problem(), Config.of("decode_last", MERGED), H200)
     assert whole == "no sequence is cut, and nothing is left to merge"
+
+
+def test_what_merges_without_a_kernel_is_predicted_by_the_kernel_that_does_the_work() -> None:
+    p = problem(lengths="ragged")
+    us = [
+        predicted_us(p, family.default(p, H200), Resources(168, 0, 100 * KIB), H200)
+        for family in (FAMILY, LAST)
+    ]
+    assert us[0] == us[1]  # of as many launches
 
 
 PLAIN = {"SCHEDULE": "split", "SWAP": 0, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
