@@ -218,7 +218,7 @@ def _page_ids(problem: Problem, width: int, seed: int) -> torch.Tensor:
         ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
     ids = ids.view(problem.batch, width)
     shared = shared_tokens(problem) // problem.page_size
-    ids[:, :shared] = ids[0, :shared]
+    ids[1:, :shared] = ids[0, :shared]
     return ids
 
 

@@ -41,11 +41,11 @@ def test_shared_pages_are_those_of_the_first_half_and_the_rest_is_each_sequences
 
 
 @pytest.mark.parametrize("pages", ["permuted", "contiguous", "shared"])
-@pytest.mark.parametrize("lengths", [[100, 20, 0, 97], [100, 97, 48, 10]])
+@pytest.mark.parametrize("lengths", [[100, 20, 0, 97], [100, 97, 48, 10], [90]])
 def test_what_a_sequence_sees_is_finite_and_all_else_is_poison(
     pages: str, lengths: list[int]
 ) -> None:
-    inputs = make_inputs(replace(PAGED, pages=pages), lengths=lengths)
+    inputs = make_inputs(replace(PAGED, batch=len(lengths), pages=pages), lengths=lengths)
     live = torch.zeros_like(inputs.k, dtype=torch.bool)
     assert inputs.block_table is not None
     for b, keys in enumerate(lengths):
