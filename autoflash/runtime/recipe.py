@@ -51,7 +51,8 @@ def form_of(given: Any) -> Any:
     """What a plan may know of an argument: a tensor's form, a number; of others only the type."""
     if isinstance(given, torch.Tensor):
         aligned = given.data_ptr() % 16 == 0
-        return given.dtype, given.shape, given.stride(), aligned, given.device
+        gradient = given.requires_grad and torch.is_grad_enabled()  # is refused
+        return given.dtype, given.shape, given.stride(), aligned, given.device, gradient
     return given if isinstance(given, (int, float)) else type(given)
 
 
