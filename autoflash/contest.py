@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from functools import cache
-from statistics import median
 
 from autoflash.child import Failure
 from autoflash.config import Config
@@ -11,9 +9,9 @@ from autoflash.decision import (
     FEWEST_ROUNDS,
     Interval,
     choose,
+    choose_by_rounds,
     decision_of,
     overlapping,
-    paired_interval,
     spread_interval,
 )
 from autoflash.effort import TimeLimit
@@ -210,13 +208,7 @@ class Contest:
         return earlier if finalists and finalists <= measured else None
 
     def _from_rounds(self, samples: dict[Config, list[float]]) -> Decision:
-        times = {config: median(taken) for config, taken in samples.items()}
-
-        @cache
-        def interval(slower: Config, faster: Config) -> Interval:
-            return paired_interval(samples[slower], samples[faster])
-
-        choice = choose(times, interval, self._default, self._entrants.resources)
+        choice, times = choose_by_rounds(samples, self._default, self._entrants.resources)
         digest = digest_of(self._problem, choice.winner)
         decision = decision_of(self._problem, choice, times, self._default, digest)
         return self._lab.journal.decide(decision)

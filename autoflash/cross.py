@@ -8,7 +8,7 @@ from statistics import median
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.contest import time_eager
-from autoflash.decision import FEWEST_ROUNDS, TIE, Interval, choose, paired_interval
+from autoflash.decision import FEWEST_ROUNDS, TIE, choose_by_rounds, paired_interval
 from autoflash.entrants import Entrants, Lab
 from autoflash.families import why_refused
 from autoflash.groups import digest_of
@@ -59,11 +59,7 @@ def _challenged(
     if default not in samples and default in dict(decision.times):
         return decision  # no winner without its margin over the default
 
-    def interval(slower: Config, faster: Config) -> Interval:
-        return paired_interval(samples[slower], samples[faster])
-
-    medians = {config: median(taken) for config, taken in samples.items()}
-    choice = choose(medians, interval, default, entrants.resources)
+    choice, _ = choose_by_rounds(samples, default, entrants.resources)
     if not _clearly_slower(samples, decision.winner, choice.winner):
         return decision
     times = _times(decision, samples)
@@ -109,7 +105,7 @@ def _times(decision: Decision, samples: Samples) -> tuple[tuple[Config, float], 
     """The decision's times and those of the samples, by their ratio to the winner's."""
     beside = samples[decision.winner]
     added = {
-        config: decision.winner_us * median(a / b for a, b in zip(taken, beside, strict=True))
+        config: decision.winner_us * median(a / b for a, b in zip(taken, beside, strict=False))
         for config, taken in samples.items()
     }
     times = {**dict(decision.times), **added}

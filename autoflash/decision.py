@@ -3,8 +3,10 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoflash.config import Config
 from autoflash.problem import Problem
@@ -45,10 +47,10 @@ def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
 def paired_interval(slower: Sequence[float], faster: Sequence[float]) -> Interval:
     """The median of `slower[i] / faster[i]` minus one, with its bootstrap interval over rounds.
 
-    Samples of one index were taken in the same round, so the clock's drift cancels. The
-    resampling is seeded: the same samples give the same interval.
+    Samples of one index were taken in the same round, so the clock's drift cancels; the rounds that
+    both were in count. The resampling is seeded: the same samples give the same interval.
     """
-    ratios = np.asarray(slower, dtype=np.float64) / np.asarray(faster, dtype=np.float64)
+    ratios = _ratios(slower, faster)
     value = float(np.median(ratios)) - 1
     if len(ratios) < FEWEST_ROUNDS:
         return Interval(value, -1.0, max(1.0, value))
@@ -56,6 +58,48 @@ def paired_interval(slower: Sequence[float], faster: Sequence[float]) -> Interva
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.median(ratios[drawn], axis=1), (tail, 1 - tail))
     return Interval(value, float(low) - 1, float(high) - 1)
+
+
+def unsettled(samples: Mapping[Config, Sequence[float]]) -> list[Config]:
+    """The fastest and those that more rounds may tell from it; fewer than two are none.
+
+    Settled is who is slower by more than a tie, and whose interval is no wider than a tie. Asking
+    for width alone, not for a sign, leaves no choice to the moment at which one stops.
+    """
+    if len(samples) < 2:
+        return []
+    fastest = min(samples, key=lambda config: (statistics.median(samples[config]), config))
+    found = [fastest]
+    for config in samples:
+        if config != fastest:
+            interval = paired_interval(samples[config], samples[fastest])
+            if interval.low <= TIE and interval.high - interval.low > TIE:
+                found.append(config)
+    return found if len(found) > 1 else []
+
+
+def choose_by_rounds(
+    samples: Mapping[Config, Sequence[float]],
+    default: Config,
+    resources: Mapping[Config, Resources],
+) -> tuple[Choice, dict[Config, float]]:
+    """The choice by paired intervals, and microseconds of each config; see `choose`.
+
+    A time is the median of those in the most rounds, times the ratio to them in common rounds.
+    """
+    most = max(len(taken) for taken in samples.values())
+    medians = {c: statistics.median(taken) for c, taken in samples.items() if len(taken) == most}
+    beside = min(medians, key=lambda config: (medians[config], config))
+    times = {
+        config: medians[beside] * float(np.median(_ratios(taken, samples[beside])))
+        for config, taken in samples.items()
+    }
+
+    @cache
+    def interval(slower: Config, faster: Config) -> Interval:
+        return paired_interval(samples[slower], samples[faster])
+
+    return choose(times, interval, default, resources), times
 
 
 def spread_interval(slower: Trial, faster: Trial) -> Interval:
@@ -130,6 +174,12 @@ def overlapping(trials: Sequence[Trial], keep: int) -> list[Trial]:
     bar = statistics.median((ordered[0].p80_us or 0.0, ordered[0].median_us or 0.0)) * (1 + TIE)
     near = [trial for trial in ordered if (trial.p20_us or 0.0) <= bar]
     return ordered[: max(keep, len(near))]
+
+
+def _ratios(slower: Sequence[float], faster: Sequence[float]) -> NDArray[np.float64]:
+    common = min(len(slower), len(faster))
+    one, other = (np.asarray(taken[:common], dtype=np.float64) for taken in (slower, faster))
+    return one / other
 
 
 def _tied(interval: Interval) -> bool:

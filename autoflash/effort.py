@@ -13,8 +13,9 @@ class Effort:
     `rungs` are the samples of each successive screening, the first for every candidate.
 
     All samples of a candidate on the first rung are cut to `first_cap_us` of GPU time, those of a
-    higher one to `cap_us`; each sample of a final to `final_cap_us`, of cross timing to
-    `cross_cap_us`. At least one launch is made.
+    higher one to `cap_us`; each sample of finals and of cross timing to `sample_cap_us`. At least
+    one launch is made. A final of `rounds` goes on for up to `prolonged_s` where it leaves open
+    what it was held for.
     """
 
     name: str
@@ -28,16 +29,16 @@ class Effort:
     eager_calls: int = 100
     cap_us: float = 100_000.0
     first_cap_us: float = 25_000.0
-    final_cap_us: float = 25_000.0
-    cross_cap_us: float = 10_000.0
+    sample_cap_us: float = 10_000.0
+    prolonged_s: float = 2.0
 
 
 EFFORTS = {
     effort.name: effort
     for effort in (
-        Effort("quick", 32, 16, (3,), 3, 7, 0, 0),
+        Effort("quick", 32, 16, (3,), 3, 7, 0, 0, prolonged_s=0.5),
         Effort("standard", 200, 64, (5, 16), 6, 11, 3, 12),
-        Effort("max", 100_000, 100_000, (5, 16, 64, 256), 10, 31, 7, 32, final_cap_us=100_000.0),
+        Effort("max", 100_000, 100_000, (5, 16, 64, 256), 10, 31, 7, 32, prolonged_s=30.0),
     )
 }
 
@@ -72,6 +73,12 @@ class TimeLimit:
     @property
     def over(self) -> bool:
         return self.left_s <= 0
+
+    def at_most(self, seconds: float) -> "TimeLimit":
+        """A limit that ends in so many seconds, or when this one does."""
+        limit = TimeLimit(seconds)
+        limit._end = min(self._end, limit._end)
+        return limit
 
     def share(self, parts: float) -> "TimeLimit":
         """A limit that ends after one of `parts` equal shares of what is left."""

@@ -152,7 +152,7 @@ def _timing_s(problem: Problem, gpu: Gpu, effort: Effort) -> float:
     graph_us = graph_cap_us(effort.first_cap_us, effort.rungs[0])
     of_graph_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, graph_us))
     screened_us = 2 * call_us + min(effort.first_cap_us, (effort.rungs[0] + 1) * of_graph_us)
-    sample_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, effort.final_cap_us))
+    sample_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, effort.sample_cap_us))
     finals_us = effort.finalists * effort.rounds * sample_us / effort.max_candidates
     return (screened_us + finals_us) / 1e6
 

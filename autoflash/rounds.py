@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from autoflash.child import Failure
 from autoflash.config import Config
-from autoflash.decision import quantiles
+from autoflash.decision import quantiles, unsettled
 from autoflash.effort import TimeLimit
 from autoflash.entrants import Entrants, Lab
 from autoflash.problem import Problem
 from autoflash.records import Clocks, Trial
 
 BRAKED_TRIES = 2  # rounds tried for each round wanted, where heat or power spoil some
+PROLONGED = 7  # times at most that a final goes on, as long as it was, for those left unsettled
 
 
 def side_by_side(
@@ -28,7 +29,8 @@ def side_by_side(
     """Microseconds per call of the configs that stay right, sample i of each from round i.
 
     The worker must have prepared the problem. A round in which heat or the power supply slowed the
-    card counts for nobody. Every config gets a trial of this stage.
+    card counts for nobody. A final goes on for those whom it leaves unsettled, for as long as the
+    effort allows. Every config gets a trial of this stage.
     """
     entrants.wait_for(configs, limit)
     entered = {}
@@ -36,7 +38,11 @@ def side_by_side(
         trial = _enter(lab, entrants, problem, config, stage)
         if trial is not None:
             entered[config] = trial
-    samples = _sample(lab, entrants, problem, list(entered), stage, rounds, limit)
+    race = Race(lab, entrants, problem, stage, list(entered))
+    race.run(list(entered), rounds, limit)
+    if stage == "final":
+        _prolong(race, rounds, limit.at_most(lab.effort.prolonged_s))
+    samples = race.samples
     clocks = lab.worker.disarm()
     for config, taken in samples.items():
         if taken:
@@ -65,39 +71,55 @@ def _enter(
     started = time.monotonic()
     try:
         verdict = lab.worker.check_full(config, lab.seed)
-        effort = lab.effort
-        lab.worker.arm(config, effort.final_cap_us if stage == "final" else effort.cross_cap_us)
+        lab.worker.arm(config, lab.effort.sample_cap_us)
     except Failure as failure:
         entrants.fail(problem, config, stage, failure, time.monotonic() - started)
         return None
     return entrants.trial(problem, config, stage, "correct", time.monotonic() - started, verdict)
 
 
-def _sample(
-    lab: Lab,
-    entrants: Entrants,
-    problem: Problem,
-    configs: list[Config],
-    stage: str,
-    rounds: int,
-    limit: TimeLimit,
-) -> dict[Config, list[float]]:
-    samples: dict[Config, list[float]] = {config: [] for config in configs}
-    order = random.Random(lab.seed)
-    for _ in range(BRAKED_TRIES * rounds):
-        if limit.over or not samples or len(next(iter(samples.values()))) == rounds:
-            break
+class Race:
+    """Armed configs sampled in turn, in random order each round; who fails is out."""
+
+    def __init__(
+        self, lab: Lab, entrants: Entrants, problem: Problem, stage: str, configs: list[Config]
+    ) -> None:
+        self._lab, self._entrants = lab, entrants
+        self._problem, self._stage = problem, stage
+        self._order = random.Random(lab.seed)
+        self.samples: dict[Config, list[float]] = {config: [] for config in configs}
+
+    def run(self, configs: list[Config], rounds: int, limit: TimeLimit) -> list[Config]:
+        """Those of the configs left after so many more rounds; nobody if there was no time."""
+        wanted = rounds + max((len(self.samples[config]) for config in configs), default=0)
+        for _ in range(BRAKED_TRIES * rounds):
+            if limit.over or not configs or len(self.samples[configs[0]]) == wanted:
+                break
+            row, braked = self._round(self._order.sample(configs, len(configs)))
+            configs = [config for config in configs if config in row]
+            for config in () if braked else configs:
+                self.samples[config].append(row[config])
+        return [config for config in configs if len(self.samples[config]) == wanted]
+
+    def _round(self, configs: list[Config]) -> tuple[dict[Config, float], bool]:
+        """A sample of each that does not fail, and whether heat or power slowed any."""
         row: dict[Config, float] = {}
         braked = False
-        for config in order.sample(list(samples), len(samples)):
+        for config in configs:
             started = time.monotonic()
             try:
-                row[config], slowed = lab.worker.sample(config)
+                row[config], slowed = self._lab.worker.sample(config)
                 braked |= slowed
             except Failure as failure:
-                entrants.fail(problem, config, stage, failure, time.monotonic() - started)
-                del samples[config]
-        if not braked:
-            for config in samples:
-                samples[config].append(row[config])
-    return samples
+                seconds = time.monotonic() - started
+                self._entrants.fail(self._problem, config, self._stage, failure, seconds)
+                del self.samples[config]
+        return row, braked
+
+
+def _prolong(race: Race, rounds: int, limit: TimeLimit) -> None:
+    """More rounds for those whom the rounds so far leave unsettled."""
+    racing = list(race.samples)
+    for _ in range(PROLONGED):
+        racing = unsettled({config: race.samples[config] for config in racing})
+        racing = race.run(racing, rounds, limit)

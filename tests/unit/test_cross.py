@@ -23,20 +23,20 @@ class Worker:
     def __init__(self, times, after_cross):
         self._times, self._after = times, after_cross
         self._calls = 0
-        self.finals = 0
+        self._prepared = 0
 
     def prepare(self, problem, seed):
-        pass
+        self._prepared += 1  # once for cross timing, once more for a final
 
     def check_full(self, config, seed):
         return None
 
     def arm(self, config, cap_us):
-        self.finals += cap_us == EFFORT.final_cap_us
+        pass
 
     def sample(self, config):
         self._calls += 1
-        times = self._times | (self._after if self.finals else {})
+        times = self._times | (self._after if self._prepared > 1 else {})
         return times[config] * (1 + 0.0001 * (self._calls % 7)), False
 
     def disarm(self):

@@ -8,11 +8,13 @@ from autoflash.config import Config
 from autoflash.decision import (
     Interval,
     choose,
+    choose_by_rounds,
     decision_of,
     overlapping,
     paired_interval,
     quantiles,
     spread_interval,
+    unsettled,
 )
 from autoflash.problem import Problem
 from autoflash.records import Resources, Trial
@@ -167,3 +169,26 @@ def test_overlapping_keeps_those_within_reach_of_the_fastest():
     assert overlapping([far, near, fast], 1) == [fast, near]
     assert overlapping([far, near, fast], 3) == [fast, near, far]
     assert overlapping([], 3) == []
+
+
+def test_rounds_settle_who_is_slower_by_more_than_a_tie_and_whose_interval_is_narrow():
+    samples = {
+        DEFAULT: rounds(100.0),
+        OTHER: rounds(100.2),  # narrow
+        THIRD: rounds(103.0, noise=0.01),  # clearly slower
+    }
+    assert unsettled(samples) == []
+    noisy = samples | {OTHER: rounds(100.2, noise=0.02, seed=5)}
+    assert set(unsettled(noisy)) == {DEFAULT, OTHER}
+    assert unsettled({}) == unsettled({DEFAULT: rounds(1.0)}) == []
+
+
+def test_configs_of_fewer_rounds_are_compared_in_those_they_were_in():
+    """The card became slower later on, which is no fault of those that stayed."""
+    fast = rounds(100.0) + [2 * us for us in rounds(100.0)]
+    slow = rounds(103.0)
+    samples = {DEFAULT: slow, OTHER: fast, THIRD: [1.001 * us for us in fast]}
+    choice, times = choose_by_rounds(samples, DEFAULT, {})
+    assert choice.winner in (OTHER, THIRD) and choice.margin.value == pytest.approx(0.03, abs=0.003)
+    assert times[DEFAULT] / times[OTHER] == pytest.approx(1.03, abs=0.003)
+    assert times[OTHER] > 130  # the median of all its rounds

@@ -1,0 +1,92 @@
+"""Rounds side by side: who has more of them, and who is out."""
+
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+from fake_device import CLOCKS, GPU
+
+from autoflash.child import Failure
+from autoflash.config import Config
+from autoflash.effort import EFFORTS, TimeLimit
+from autoflash.problem import Problem
+from autoflash.records import Trial
+from autoflash.rounds import PROLONGED, side_by_side
+
+PROBLEM = Problem("prefill", "bf16", 1, 4, 4, 128, 512, 512)
+ONE, NEAR, FAR = (Config.of("prefill", {"BLOCK_M": block}) for block in (64, 128, 32))
+EFFORT = EFFORTS["standard"]
+ROUNDS = EFFORT.rounds
+
+
+class Worker:
+    """`times` and their relative noise; `dies` after so many samples."""
+
+    def __init__(self, times, noise, dies=None):
+        self._times, self._noise, self._dies = times, noise, dict(dies or {})
+        self._random = Random(0)
+        self.check_full = self.arm = Mock()
+
+    def sample(self, config):
+        if config in self._dies:
+            self._dies[config] -= 1
+            if self._dies[config] < 0:
+                raise Failure("runtime", "planted")
+        return self._times[config] * self._random.gauss(1, self._noise), False
+
+    def disarm(self):
+        return CLOCKS
+
+
+def raced(noise, stage="final", effort=EFFORT, dies=None, times=None):
+    """The number of samples of each config."""
+    times = times or {ONE: 100.0, NEAR: 100.7, FAR: 150.0}
+    failed = Mock()
+    entrants = SimpleNamespace(
+        wait_for=Mock(),
+        fail=failed,
+        trial=lambda problem, config, stage, *_: Trial(problem, config, "d", "correct", stage),
+    )
+    lab = SimpleNamespace(
+        worker=Worker(times, noise, dies), journal=Mock(), gpu=GPU, effort=effort, seed=0
+    )
+    limit = TimeLimit(None)
+    samples = side_by_side(lab, entrants, PROBLEM, list(times), stage, ROUNDS, limit)
+    assert entrants.wait_for.call_args.args == (list(times), limit)
+    return {config: len(taken) for config, taken in samples.items()}, failed
+
+
+def test_a_final_that_noise_leaves_open_goes_on_for_those_it_concerns():
+    counts, _ = raced(noise=0.01)
+    assert counts[FAR] == ROUNDS
+    assert ROUNDS < counts[ONE] == counts[NEAR] <= (1 + PROLONGED) * ROUNDS
+    assert counts[ONE] % ROUNDS == 0
+
+
+def test_a_final_that_tells_all_apart_is_not_prolonged():
+    assert set(raced(noise=0.0005)[0].values()) == {ROUNDS}
+
+
+def test_those_as_fast_as_one_another_tie_once_their_interval_is_narrow():
+    counts, _ = raced(noise=0.0005, times={ONE: 100.0, NEAR: 100.0})
+    assert set(counts.values()) == {ROUNDS}
+
+
+def test_hopeless_noise_ends_a_final_all_the_same():
+    counts, _ = raced(noise=0.3, times={ONE: 100.0, NEAR: 100.1})
+    assert set(counts.values()) == {(1 + PROLONGED) * ROUNDS}
+
+
+def test_cross_timing_and_an_effort_without_time_for_it_prolong_nothing():
+    assert set(raced(noise=0.01, stage="cross")[0].values()) == {ROUNDS}
+    hasty = replace(EFFORT, prolonged_s=0.0)
+    assert set(raced(noise=0.01, effort=hasty)[0].values()) == {ROUNDS}
+
+
+@pytest.mark.parametrize("after", [3, ROUNDS + 3])
+def test_one_that_fails_is_out_with_all_its_samples_whenever_it_does(after):
+    counts, failed = raced(noise=0.01, dies={NEAR: after})
+    assert set(counts) == {ONE, FAR} and counts[FAR] == ROUNDS
+    assert [call.args[1] for call in failed.call_args_list] == [NEAR]
