@@ -16,7 +16,7 @@ def binaries() -> list[tuple[str, Problem, object, object]]:
     """One problem for each compiled kernel that an export of the shipped winners launches."""
     found = {}
     for row in export(WINNERS, allow_predicted=True).rows:
-        problem, config = row.served.problem, row.served.config
+        problem, config = row.problem, row.config
         binary = FAMILIES[config.family].binary(config)
         kernels = (row.gpu, binary, problem.head_dim, problem.group_size, problem.page_size)
         found.setdefault((*kernels, problem.causal, problem.dtype), (problem, config, row.gpu))
