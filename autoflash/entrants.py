@@ -18,7 +18,7 @@ from autoflash.families import family_of, why_refused
 from autoflash.gpu import Gpu
 from autoflash.groups import Group, digest_of
 from autoflash.journal import Journal
-from autoflash.pool import CompilePool, Urgency, refused
+from autoflash.pool import Pool, Urgency, refused
 from autoflash.problem import Problem
 from autoflash.progress import Progress
 from autoflash.records import Resources, Trial
@@ -33,7 +33,7 @@ class Lab:
     """What a search works with."""
 
     worker: Worker
-    pool: CompilePool
+    pool: Pool
     journal: Journal
     gpu: Gpu
     effort: Effort

@@ -1,4 +1,4 @@
-"""Fleet: several GPUs of this host on one workload, a worker each; this process alone writes."""
+"""Fleet: several GPUs on one workload, a worker each; this process alone writes."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from autoflash.entrants import Lab
 from autoflash.errors import AutoflashError, BudgetError, DeviceError, SearchError
 from autoflash.gpu import Gpu
 from autoflash.groups import groups_of
-from autoflash.pool import CompilePool
+from autoflash.pool import Pool
 from autoflash.problem import Problem
 from autoflash.progress import Progress, progress_for_each
 from autoflash.scratch import scratch_cache
@@ -42,9 +42,9 @@ from autoflash.workload import Workload
 
 @dataclass(frozen=True)
 class Post:
-    """One GPU of the host, by torch's number, its process started."""
+    """One GPU, its process started."""
 
-    index: int
+    name: str
     worker: Worker
     gpu: Gpu
     toolchain: Toolchain
@@ -63,6 +63,10 @@ class Run:
     run_id: int
     posts: tuple[Post, ...]
     refused: list[tuple[Problem, str]]  # problems that no family serves on this type
+
+
+# Starts the workers, which ask how many seconds are left, and the pool; the stack ends them.
+Hire = Callable[[ExitStack, Callable[[], float]], tuple[list[Post], Pool]]
 
 
 def tune_on_chosen(
@@ -91,9 +95,28 @@ def tune_on_all(
 ) -> list[TuneResult]:
     """Search every problem of the workload on the GPUs that `devices` opens, by their number.
 
+    A GPU that cannot be started, or not again, is left out with a notice. Raises as `tune_with`.
+    """
+
+    def hire(stack: ExitStack, left_s: Callable[[], float]) -> tuple[list[Post], Pool]:
+        scratch = stack.enter_context(scratch_cache(options.done))
+        pool = stack.enter_context(compiling(machine, scratch))
+        workers = {
+            f"GPU {index}": Worker(device, machine.deadlines, left_s, scratch)
+            for index, device in devices.items()
+        }
+        return started(workers, stack), pool
+
+    return tune_with(workload, hire, options, db)
+
+
+def tune_with(
+    workload: Workload, hire: Hire, options: Options, db: Path | None = None
+) -> list[TuneResult]:
+    """Search every problem of the workload on the GPUs that are hired.
+
     GPUs of one type share a run: problems are dealt to whichever is free. Each type has a run and
-    a result of its own. A GPU that cannot be started, or not again, is left out with a notice.
-    Raises as `tune` does where no type came to any decision.
+    a result of its own. Raises as `tune` does where no type came to any decision.
     """
     desk, limit = Desk(), options.limit
 
@@ -102,17 +125,9 @@ def tune_on_all(
 
     with ExitStack() as stack:
         store = stack.enter_context(Store.open(db))
-        scratch = stack.enter_context(scratch_cache(options.done))
-        pool = stack.enter_context(compiling(machine, scratch))
-        workers = {
-            index: Worker(device, machine.deadlines, left_s, scratch)
-            for index, device in devices.items()
-        }
-        for worker in workers.values():
-            stack.enter_context(closing(worker))
-        posts = _started(workers)
+        posts, pool = hire(stack, left_s)
         mhz = stack.enter_context(clocks_held(options, [post.worker for post in posts]))
-        named = [(f"GPU {post.index}", post.gpu) for post in posts]
+        named = [(post.name, post.gpu) for post in posts]
         views = progress_for_each(named, options.budget_s)
         for view in views:
             stack.enter_context(closing(view))
@@ -133,12 +148,14 @@ def tune_on_all(
         return _results(runs, store, options)
 
 
-def _started(workers: Mapping[int, Worker]) -> list[Post]:
-    """The GPUs that answer. Raises DeviceError where none does."""
+def started(workers: Mapping[str, Worker], stack: ExitStack) -> list[Post]:
+    """The GPUs that answer, closed with the stack. Raises DeviceError where none does."""
+    for worker in workers.values():
+        stack.enter_context(closing(worker))
 
-    def hello(index: int) -> Post | DeviceError:
+    def hello(name: str) -> Post | DeviceError:
         try:
-            return Post(index, workers[index], *workers[index].hello())
+            return Post(name, workers[name], *workers[name].hello())
         except DeviceError as error:
             return error
 
@@ -163,7 +180,7 @@ def _run(
     options: Options,
     desk: Desk,
     store: Store,
-    pool: CompilePool,
+    pool: Pool,
     posts: Mapping[Post, Progress],
     locked_mhz: int,
 ) -> Run:
@@ -191,7 +208,7 @@ def _run(
     return Run(Team(labs, groups, desk), run_id, tuple(posts), refused)
 
 
-def _search(runs: list[Run], desk: Desk, pool: CompilePool) -> None:
+def _search(runs: list[Run], desk: Desk, pool: Pool) -> None:
     """Every team's work, each GPU in a thread, until it is done or this thread is interrupted."""
     with ExitStack() as stack:
         for run in runs:
@@ -199,7 +216,7 @@ def _search(runs: list[Run], desk: Desk, pool: CompilePool) -> None:
         _work_all(runs, desk, pool)
 
 
-def _work_all(runs: list[Run], desk: Desk, pool: CompilePool) -> None:
+def _work_all(runs: list[Run], desk: Desk, pool: Pool) -> None:
     threads = [
         Thread(target=_work, args=(run.team, lab, desk), daemon=True)
         for run in runs

@@ -39,6 +39,24 @@ class Compiler(Protocol):
         ...
 
 
+class Pool(Protocol):
+    """What compiles ahead of the GPUs."""
+
+    def submit(
+        self, problems: Sequence[Problem], config: Config, gpu: Gpu, urgency: Urgency
+    ) -> Future[Resources]:
+        """The resources to come; the future raises Failure (`compile`, `timeout`)."""
+        ...
+
+    def hurry(self, future: Future[Resources], urgency: Urgency) -> None:
+        """It is this urgent now; nothing changes for what was as urgent or is being compiled."""
+        ...
+
+    def close(self) -> None:
+        """End all compilers; what was asked and not compiled is cancelled."""
+        ...
+
+
 class TritonCompiler:
     """Compiles into triton's cache, where the worker's first launch finds what it needs."""
 
@@ -123,18 +141,16 @@ class CompilePool:
         gpu: Gpu,
         urgency: Urgency = Urgency.NOW,
     ) -> Future[Resources]:
-        """The resources to come; the future raises Failure (`compile`, `timeout`)."""
         future: Future[Resources] = Future()
         with self._changed:
             if self._closed:
-                _cancel(future)
+                cancel(future)
                 return future
             self._waiting[future] = _Job((tuple(problems), config, gpu), urgency)
             self._changed.notify()
         return future
 
     def hurry(self, future: Future[Resources], urgency: Urgency) -> None:
-        """It is this urgent now; nothing changes for what was as urgent or is being compiled."""
         with self._changed:
             job = self._waiting.get(future)
             if job is not None and urgency < job.urgency:
@@ -142,7 +158,6 @@ class CompilePool:
                 self._waiting[future] = _Job(job.arguments, urgency)
 
     def close(self) -> None:
-        """Kill every process; what was asked and not compiled is cancelled."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -151,8 +166,8 @@ class CompilePool:
                 child.kill()
                 thread.join(0.05)
             child.close()
-        for future in self._waiting:  # whoever waits for one of these waits no longer
-            _cancel(future)
+        for future in self._waiting:
+            cancel(future)
         self._waiting.clear()
 
     def _serve(self, child: Child) -> None:
@@ -187,6 +202,7 @@ class CompilePool:
         return child.call("compile", *arguments, deadline_s=self._deadline_s)
 
 
-def _cancel(future: Future[Resources]) -> None:
+def cancel(future: Future[Resources]) -> None:
+    """Whoever waits for it waits no longer."""
     if future.cancel():
         future.set_running_or_notify_cancel()

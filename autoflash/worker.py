@@ -74,6 +74,21 @@ class Device(CheckingDevice, Protocol):
         ...
 
 
+class Process(Protocol):
+    """A child of this process, or what stands for one: see `Child`."""
+
+    starts: int
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def call(self, method: str, *arguments: Any, deadline_s: float) -> Any: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Serving:
     """A device in its process, which tells with every answer how long its GPU worked for it."""
 
@@ -105,7 +120,8 @@ class Worker:
 
     The new process gets the prepared problem and the armed configs of the old one, and a call
     whose process was killed from outside is made once more. `limit_s` says how many seconds are
-    left to the whole search: no call waits longer, but raises LimitReached.
+    left to the whole search: no call waits longer, but raises LimitReached. `child` makes the
+    process, here unless said otherwise.
     """
 
     def __init__(
@@ -114,8 +130,9 @@ class Worker:
         deadlines: Deadlines = DEADLINES,
         limit_s: Callable[[], float] = lambda: float("inf"),
         environment: Mapping[str, str] | None = None,
+        child: Callable[..., Process] = Child,
     ) -> None:
-        self._child = Child(partial(Serving, device), environment)
+        self._child = child(partial(Serving, device), environment)
         self._deadlines, self._limit_s = deadlines, limit_s
         self._prepared: tuple[Problem, int] | None = None
         self._armed: dict[Config, float] = {}

@@ -41,6 +41,10 @@ def tune(
         str | None,
         typer.Option("--gpus", metavar="all|LIST", help="Several GPUs at once: all, or 0,1,3."),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="All GPUs of a Ray cluster; auto is this host's."),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Only predict, for a known GPU; without one, for H200."),
@@ -77,6 +81,9 @@ def tune(
 
     if several is not None and (gpu or target):
         raise typer.BadParameter("--gpus goes with neither --gpu nor --target")
+    if ray is not None and (gpu or target or several is not None or dry_run or lock_clocks):
+        told = "--ray goes with none of --gpu, --gpus, --target, --dry-run and --lock-clocks"
+        raise typer.BadParameter(told)
     asked: dict[str, Any] = {
         "effort": effort,
         "budget_s": budget,
@@ -91,7 +98,11 @@ def tune(
         return
     with store_warnings_told():
         loaded = load_workload(workload)
-        if several is None:
+        if ray is not None:
+            from autoflash.cluster import tune_on_ray
+
+            results = tune_on_ray(loaded, ray, db=db, **asked)
+        elif several is None:
             results = [tuned(loaded, db=db, gpu_index=gpu, target=target, **asked)]
         else:
             from autoflash.fleet import tune_on_chosen
@@ -101,7 +112,7 @@ def tune(
         _tell(result)
     if as_json:
         objects = [_as_json(result) for result in results]
-        print_json(objects[0] if several is None else {"results": objects})
+        print_json(objects[0] if several is None and ray is None else {"results": objects})
         return
     rows = [(result.gpu.name, _as_object(d)) for result in results for d in result.decisions]
     of_types = len(results) > 1

@@ -369,6 +369,29 @@ def test_a_dry_run_tells_what_would_be_tried_and_starts_and_writes_nothing(
     assert len(capsys.readouterr().out.splitlines()) == len(told["forecast"]) + 1
 
 
+def test_a_ray_cluster_is_searched_at_the_address_given(monkeypatch, capsys, tmp_path):
+    asked = {}
+
+    def tune_on_ray(workload, address, **options):
+        asked.update(options, address=address)
+        return [tuned()]
+
+    monkeypatch.setattr("autoflash.cluster.tune_on_ray", tune_on_ray)
+    example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+    options = ["--ray", "ray://head:10001", "--db", str(tmp_path / "a.db"), "--effort", "quick"]
+    assert run(monkeypatch, "tune", example, *options, "--json") == 0
+    assert (asked["address"], asked["effort"]) == ("ray://head:10001", "quick")
+    assert len(json.loads(capsys.readouterr().out)["results"]) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [["--gpu", "1"], ["--gpus", "all"], ["--target", "x"], ["--dry-run"], ["--lock-clocks"]],
+)
+def test_a_ray_cluster_is_asked_for_alone(monkeypatch, other):
+    assert run(monkeypatch, "tune", "a.yaml", "--ray", "auto", *other) == 2
+
+
 def test_several_gpus_and_one_gpu_are_not_asked_for_together(monkeypatch):
     example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
     assert run(monkeypatch, "tune", example, "--gpus", "all", "--gpu", "1") == 2
