@@ -26,7 +26,7 @@ class Actor:
         self._ray, self.options = ray, options
         self.node = options["scheduling_strategy"]
         self._threads = ThreadPoolExecutor(64)
-        self._made = self._threads.submit(of, *arguments)
+        self._made = of(*arguments)  # here and now: in the order of asking
 
     def __getattr__(self, name):
         method = type("Method", (), {})()
@@ -37,7 +37,7 @@ class Actor:
         self._ray.noted.append((self.node, name, arguments))
         if self._ray.is_lost(self.node):
             raise RayError(f"The actor died.\nThe node {self.node} is gone.\n")
-        answer = getattr(self._made.result(), name)(*arguments)
+        answer = getattr(self._made, name)(*arguments)
         return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
 
 

@@ -28,6 +28,14 @@ OTHER = other_type()
 SHAPES = [PROBLEM, DECODE, Problem("prefill", "bf16", 1, 4, 4, 64, 256, 256)]
 
 
+class Begun(Here):
+    """One whose service is made at once."""
+
+    def __init__(self, service, environment):
+        super().__init__(service)
+        self._service, self.starts = service(), 1
+
+
 class Opened:
     """Opens the fakes of a test one after another, in the order of their nodes."""
 
@@ -41,7 +49,7 @@ class Opened:
 @pytest.fixture
 def calls(monkeypatch):
     calls = Calls()
-    monkeypatch.setattr("autoflash.actors.Child", lambda service, environment: Here(service))
+    monkeypatch.setattr("autoflash.actors.Child", Begun)
     monkeypatch.setattr("autoflash.tune.CompilePool", partial(HerePool, calls))
     return calls
 
