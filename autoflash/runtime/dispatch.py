@@ -17,6 +17,7 @@ from .arguments import (
     refuse_arguments,
     scale_or_default,
 )
+from .capture import refuse_unloaded
 from .device import Device, device_of
 from .launch import Launch, run_plan
 from .modifiers import Modifiers, modifiers_of, prefill_plan
@@ -339,10 +340,15 @@ def _planned_again(served: Served, tensors: Sequence[Any]) -> list[Launch]:
 
 def _launch(plan: list[Launch], q: torch.Tensor) -> None:
     """Run the plan on the tensors' own device, current or not."""
-    if not q.is_cuda or q.device.index == torch.cuda.current_device():
+    if not q.is_cuda:
+        run_plan(plan)
+        return
+    if q.device.index == torch.cuda.current_device():
+        refuse_unloaded(plan)
         run_plan(plan)
         return
     with torch.cuda.device(q.device):
+        refuse_unloaded(plan)
         run_plan(plan)
 
 
