@@ -192,32 +192,48 @@ class Contest:
         return None
 
     def _finalists(self) -> list[Config]:
-        """The fastest of the screening, and the default unless it failed."""
+        """The fastest of the screening, the default unless it failed, an earlier run's winner."""
         ranked = sorted(self._screened.values(), key=lambda t: (t.median_us or 0.0, t.config))
         finalists = [trial.config for trial in ranked[: self._lab.effort.finalists]]
-        if self._default in self._screened and self._default not in finalists:
+        if self._default in self._screened:
             finalists.append(self._default)
-        return finalists
+        if ranked and (earlier := self._standing()):
+            finalists.append(earlier.winner)
+        return list(dict.fromkeys(finalists))
+
+    def _standing(self) -> Decision | None:
+        """An earlier decision whose winner nothing speaks against."""
+        earlier = self._lab.journal.decided(self._problem)
+        if earlier is None or self._entrants.is_out(self._problem, earlier.winner):
+            return None
+        return earlier
 
     def _earlier(self) -> Decision | None:
         """An earlier run's decision, where it measured all who would be finalists now."""
-        earlier = self._lab.journal.decided(self._problem)
+        earlier = self._standing()
         if earlier is None:
             return None
         finalists, measured = set(self._finalists()), {config for config, _ in earlier.times}
         return earlier if finalists and finalists <= measured else None
 
     def _from_rounds(self, samples: dict[Config, list[float]]) -> Decision:
-        choice, times = choose_by_rounds(samples, self._default, self._entrants.resources)
+        earlier, resources = self._standing(), self._entrants.resources
+        incumbent = earlier.winner if earlier else None
+        choice, times = choose_by_rounds(samples, self._default, resources, incumbent)
         digest = digest_of(self._problem, choice.winner)
         decision = decision_of(self._problem, choice, times, self._default, digest)
         return self._lab.journal.decide(decision)
 
     def _from_screening(self) -> Decision | None:
-        """The choice where the time ended before the final: the default, unless plainly beaten."""
+        """The choice where the time ended before the final: the default, unless plainly beaten.
+
+        An earlier decision stands: it had its final.
+        """
         lab, trials = self._lab, self._screened
         if not trials:
             return None
+        if earlier := self._standing():
+            return earlier
         times = {config: trial.median_us or 0.0 for config, trial in trials.items()}
 
         def interval(slower: Config, faster: Config) -> Interval:

@@ -82,6 +82,7 @@ def choose_by_rounds(
     samples: Mapping[Config, Sequence[float]],
     default: Config,
     resources: Mapping[Config, Resources],
+    incumbent: Config | None = None,
 ) -> tuple[Choice, dict[Config, float]]:
     """The choice by paired intervals, and microseconds of each config; see `choose`.
 
@@ -99,7 +100,7 @@ def choose_by_rounds(
     def interval(slower: Config, faster: Config) -> Interval:
         return paired_interval(samples[slower], samples[faster])
 
-    return choose(times, interval, default, resources), times
+    return choose(times, interval, default, resources, incumbent), times
 
 
 def spread_interval(slower: Trial, faster: Trial) -> Interval:
@@ -115,12 +116,14 @@ def choose(
     interval: Callable[[Config, Config], Interval],
     default: Config,
     resources: Mapping[Config, Resources],
+    incumbent: Config | None = None,
 ) -> Choice:
     """The winner among `times`: the default unless it is clearly beaten.
 
     `interval(a, b)` is a's time over b's. Among those tied with the fastest and clearly faster
-    than the default the simplest is taken: fewer warps, fewer stages, less shared memory, then
-    config order. A default that is not in `times` failed, and the fastest are compared alone.
+    than the default the `incumbent` stays, the winner of an earlier run; else the simplest is
+    taken: fewer warps, fewer stages, less shared memory, then config order. A default that is not
+    in `times` failed, and the fastest are compared alone.
     """
     fastest = min(times, key=lambda config: (times[config], config))
 
@@ -131,7 +134,8 @@ def choose(
     if beats_default(fastest):
         eligible = [c for c in times if c == fastest or _tied(interval(c, fastest))]
         winner = min(
-            (c for c in eligible if beats_default(c)), key=lambda c: _simplicity(c, resources)
+            (c for c in eligible if beats_default(c)),
+            key=lambda c: (c != incumbent, _simplicity(c, resources)),
         )
     tied = tuple(sorted(c for c in times if c != winner and _tied(interval(c, winner))))
     margin = interval(default, winner) if default in times else Interval(0.0, 0.0, 0.0)

@@ -192,3 +192,12 @@ def test_configs_of_fewer_rounds_are_compared_in_those_they_were_in():
     assert choice.winner in (OTHER, THIRD) and choice.margin.value == pytest.approx(0.03, abs=0.003)
     assert times[DEFAULT] / times[OTHER] == pytest.approx(1.03, abs=0.003)
     assert times[OTHER] > 130  # the median of all its rounds
+
+
+def test_among_those_tied_the_incumbent_stays_and_among_others_it_has_no_say():
+    samples = {DEFAULT: rounds(120.0), OTHER: rounds(100.0), THIRD: rounds(100.05)}
+    assert choose_by_rounds(samples, DEFAULT, {})[0].winner == OTHER  # of fewer stages
+    assert choose_by_rounds(samples, DEFAULT, {}, THIRD)[0].winner == THIRD
+    slower = samples | {THIRD: rounds(103.0)}
+    assert choose_by_rounds(slower, DEFAULT, {}, THIRD)[0].winner == OTHER
+    assert choose_by_rounds(slower, DEFAULT, {}, DEFAULT)[0].winner == OTHER

@@ -124,7 +124,7 @@ def test_what_no_row_serves_gets_the_default_of_the_best_family_whose_kernels_ar
     assert without.choose(untuned, DEVICE).family == "prefill"
 
 
-def test_tuning_only_tiny_shapes_never_decides_for_a_huge_one():
+def test_tuning_only_tiny_shapes_never_decides_for_a_huge_one():  # case B26
     tiny = [winner_of(prefill_of(seqlen_q=n, seqlen_k=n)) for n in (1, 8)]
     selector = selector_of(export(tiny).text)
     huge = prefill_of(seqlen_q=8192, seqlen_k=8192)
@@ -150,7 +150,7 @@ def test_no_row_serves_other_semantics():
         assert selector.choose(other, DEVICE).how == "default", other
 
 
-def test_keys_and_buckets_are_the_same_in_the_tuner_and_in_the_module():
+def test_keys_and_buckets_are_the_same_in_the_tuner_and_in_the_module():  # case B26
     module = module_of(export([winner_of(prefill_of())]).text)
     for seqlen in (*range(1, 4098), 10**6):
         ours = prefill_of(seqlen_q=seqlen, seqlen_k=seqlen)
@@ -161,7 +161,7 @@ def test_keys_and_buckets_are_the_same_in_the_tuner_and_in_the_module():
         assert tuple(bucket) == tuple(match_bucket(match_sizes(ours)))
 
 
-def test_rows_of_a_gpu_that_only_shares_the_name_are_not_used():
+def test_rows_of_a_gpu_that_only_shares_the_name_are_not_used():  # case B16
     selector = selector_of(export([winner_of(prefill_of())]).text)
     for other in (
         DEVICE._replace(arch="sm_80"),
@@ -193,7 +193,7 @@ def test_rows_made_with_another_triton_serve_with_one_notice():
         assert selector.choose(prefill_of(), DEVICE).how == "exact"
 
 
-def test_what_is_left_out_is_said():
+def test_what_is_left_out_is_said():  # case B17
     stale = winner_of(prefill_of(seqlen_q=64), kernel_digest="0" * 12)
     predicted = winner_of(prefill_of(seqlen_q=128), source="predicted")
     alien = winner_of(prefill_of(seqlen_q=256), Config.of("prefill", {"BLOCK_M": 0}))

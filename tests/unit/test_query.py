@@ -216,6 +216,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize(("gpu", "toolchain", "reason"), FOREIGN.values(), ids=FOREIGN)
+# case B16
 def test_rows_of_another_type_or_triton_are_listed_as_foreign(tmp_path, gpu, toolchain, reason):
     path = tmp_path / "foreign.db"
     with Store.open(path) as store:

@@ -69,7 +69,7 @@ OTHER_GPUS = {
 
 
 @pytest.mark.parametrize("gpu", OTHER_GPUS.values(), ids=OTHER_GPUS)
-def test_rows_of_another_gpu_type_are_not_this_gpus(store, gpu):
+def test_rows_of_another_gpu_type_are_not_this_gpus(store, gpu):  # case B16
     started = run(store, gpu)
     store.record_trial(started, trial())
     store.record_decision(started, decision())
@@ -85,13 +85,13 @@ def test_a_power_limit_does_not_make_another_gpu(store):
 
 
 @pytest.mark.parametrize("field", ["driver", "cuda", "torch", "triton", "ptxas"])
-def test_trials_of_other_versions_are_not_resumed(store, field):
+def test_trials_of_other_versions_are_not_resumed(store, field):  # case B16
     for value in ("1.0", ""):
         store.record_trial(run(store, toolchain=replace(TOOLCHAIN, **{field: value})), trial())
     assert store.trials(H200, TOOLCHAIN) == []
 
 
-def test_saving_own_rows_leaves_foreign_ones_as_they_were(store):
+def test_saving_own_rows_leaves_foreign_ones_as_they_were(store):  # case B16
     for gpu, toolchain in ((A100, TOOLCHAIN), (H200, OLDER)):
         store.record_decision(run(store, gpu, toolchain), decision())
     before = store.winners()
@@ -143,7 +143,7 @@ def test_dtypes_are_part_of_the_key(store, changed):
     assert len(store.winners(H200, Problem(dtype="bf16", **shape))) == 1
 
 
-def test_the_leaderboard_keeps_the_best_time_of_each_config(store):
+def test_the_leaderboard_keeps_the_best_time_of_each_config(store):  # case B17
     started = run(store)
     for us, place in ((9.0, 0), (7.0, 0), (8.0, 0), (7.5, 1)):
         store.record_trial(started, trial(us=us, place=place))
@@ -233,7 +233,9 @@ ODD_KNOBS = {
 
 
 @pytest.mark.parametrize(("knobs", "reason"), ODD_KNOBS.values(), ids=ODD_KNOBS)
-def test_a_row_with_knobs_the_family_has_not_is_skipped_with_one_warning(store, knobs, reason):
+def test_a_row_with_knobs_the_family_has_not_is_skipped_with_one_warning(
+    store, knobs, reason
+):  # case B17
     seed(store, Config("decode", tuple(knobs.items())).to_json())
     for read in (store.winners, lambda: store.trials(H200, TOOLCHAIN)):
         with pytest.warns(StoreWarning) as warned:
@@ -263,7 +265,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("sql", TAMPERED.values(), ids=TAMPERED)
-def test_a_row_that_no_autoflash_would_write_is_skipped(store, sql):
+def test_a_row_that_no_autoflash_would_write_is_skipped(store, sql):  # case B16
     store.record_decision(run(store), decision())
     conn = store.conn
     # what another program may do to the file: constraints are off for it, NULLs come in
