@@ -1,31 +1,41 @@
 """How good the search is: replayed on a recorded table, or against exhaustive search on a GPU.
 
     python benchmarks/tuning.py replay              # no GPU: strategies on tests/data
-    python benchmarks/tuning.py record --out FILE   # times of every candidate, as such a table
     python benchmarks/tuning.py compare             # --effort standard beside exhaustive search
+    python benchmarks/tuning.py compare --record FILE   # its times as a table for replays, too
+    python benchmarks/tuning.py seeds               # three searches with other seeds
 
 `compare` times what both searches chose, the default and the exhaustive search's finalists once
 more, side by side, and writes benchmarks/results/tuning-<GPU>.json: `seconds` of either search, and
-the chosen configs' times over the best of that table.
+the chosen configs' times over the best of that table. The best is the fastest of every second
+round, the ratio that of the others, so that luck in being the fastest counts for nothing.
+`seeds` writes tuning_seeds-<GPU>.json: on which problems all searches have one winner or a tie.
 """
 
 import argparse
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
 from harness import case_result, geometric_mean, write_results
 
+from autoflash.cards import open_card
 from autoflash.config import Config
-from autoflash.gpu import DEFAULT_TARGET, known
+from autoflash.decision import paired_interval
+from autoflash.effort import EFFORTS
+from autoflash.gpu import DEFAULT_TARGET, Gpu, known
 from autoflash.model import predicted_us
+from autoflash.pool import CompilePool, TritonCompiler
 from autoflash.problem import Problem, title
 from autoflash.promise import by_promise
 from autoflash.records import Decision, Resources
+from autoflash.scratch import scratch_cache
 from autoflash.search.recorded import Recorded, read_table, recorded_from, write_table
 from autoflash.search.replay import (
     compared,
@@ -41,9 +51,17 @@ from autoflash.workload import Workload
 TABLE = Path(__file__).parents[1] / "tests" / "data" / "recorded-NVIDIA_H200.jsonl"
 TRIALS = (8, 16, 24, 32)
 SEEDS = range(10)
-ROUNDS = 31  # of the re-timed table
-ROUND_US = 100_000.0  # of GPU time, at most, for one config in one round
+LIVE_SEEDS = range(3)
+ROUNDS = 62  # of the re-timed table
+ROUND_US = 10_000.0  # of GPU time, at most, for one config in one round
 RETIMED = 10  # of the exhaustive search's finalists
+# Every candidate, and the finalists for long; other shapes' finalists are candidates anyway.
+EXHAUSTIVE = replace(
+    EFFORTS["max"], name="exhaustive", rungs=(5, 16, 64), prolonged_s=5.0, cross_rounds=0
+)
+EFFORTS[EXHAUSTIVE.name] = EXHAUSTIVE
+
+Samples = dict[Config, list[float]]  # microseconds of each config, sample i from round i
 
 
 def prefill(batch: int, seqlen: int, causal: bool = False, head_dim: int = 128) -> Problem:
@@ -59,8 +77,8 @@ PROBLEMS = {
     "prefill-1x2048-causal": prefill(1, 2048, causal=True),
     "prefill-1x4096": prefill(1, 4096),
     "prefill-4x4096-causal": prefill(4, 4096, causal=True),
-    "prefill-2x8192-causal": prefill(2, 8192, causal=True),
-    "prefill-4x4096-d64": prefill(4, 4096, head_dim=64),
+    "prefill-1x8192-causal": prefill(1, 8192, causal=True),
+    "prefill-4x2048-d64": prefill(4, 2048, head_dim=64),
     "decode-1x8192-paged": decode(1, 8192, 16),
     "decode-1x32768": decode(1, 32768, 0),
     "decode-8x8192-paged": decode(8, 8192, 16),
@@ -111,12 +129,10 @@ def _rank_correlation(recorded: Recorded, compiled: bool) -> float:
     return rank_correlation(predicted, [timed.median_us for timed in recorded.timed.values()])
 
 
-def record(problems: dict[str, Problem], out: Path, seed: int) -> None:
-    """Search exhaustively with the most effort and keep every time as a table."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = _tune(problems, Path(folder) / "record.db", "max", "exhaustive", seed)
-        with Store.open(result.db, readonly=True) as store:
-            trials = store.trials(result.gpu, result.toolchain)
+def record(result: TuneResult, out: Path) -> None:
+    """Keep every time of an exhaustive search as a table."""
+    with Store.open(result.db, readonly=True) as store:
+        trials = store.trials(result.gpu, result.toolchain)
     recorded = recorded_from(trials, {d.problem: d for d in result.decisions})
     chain = result.toolchain
     provenance = {
@@ -124,29 +140,33 @@ def record(problems: dict[str, Problem], out: Path, seed: int) -> None:
         "driver": chain.driver,
         "torch": chain.torch,
         "triton": chain.triton,
-        "commands": ["python benchmarks/tuning.py record"],
-        "effort": "max",
-        "seed": seed,
+        "commands": [f"python benchmarks/tuning.py compare --record {out.name}"],
+        "date": datetime.now(UTC).date().isoformat(),
+        "effort": EXHAUSTIVE.name,
         "protocol": PROTOCOL,
     }
     write_table(out, recorded, provenance)
-    print(f"{out}: {len(recorded)} of {len(problems)} problems")
+    print(f"{out}: {len(recorded)} of {len(result.decisions)} problems")
 
 
-def compare(problems: dict[str, Problem], seed: int) -> None:
+def compare(problems: Mapping[str, Problem], seed: int, table: Path | None) -> None:
     """Standard effort beside exhaustive search, judged by one re-timed table."""
     with tempfile.TemporaryDirectory() as folder:
         standard = _tune(problems, Path(folder) / "standard.db", "standard", "auto", seed)
-        most = _tune(problems, Path(folder) / "exhaustive.db", "max", "exhaustive", seed)
+        most = _tune(problems, Path(folder) / "most.db", EXHAUSTIVE.name, "exhaustive", seed)
+        if table:
+            record(most, table)
     chosen = {decision.problem: decision for decision in standard.decisions}
     exhaustive = {decision.problem: decision for decision in most.decisions}
+    if missing := [name for name, p in problems.items() if p not in chosen or p not in exhaustive]:
+        raise SystemExit(f"error: no winner for {', '.join(missing)}")
+    contenders = {p: _contenders(chosen[p], exhaustive[p]) for p in problems.values()}
+    samples = retimed(contenders, most.gpu, seed)
     cases, losses = [], []
     for name, problem in problems.items():
-        if problem not in chosen or problem not in exhaustive:
-            raise SystemExit(f"error: no winner for {name}")
         winner, best = chosen[problem].winner, exhaustive[problem].winner
-        times = retimed(problem, _contenders(chosen[problem], exhaustive[problem]), seed)
-        losses.append(times[winner] / min(times.values()))
+        times = {config: median(taken) for config, taken in samples[problem].items()}
+        losses.append(over_best(samples[problem], winner))
         case = {"name": name, "problem": title(problem)}
         ours = {"autoflash": times[winner], "exhaustive": times[best]}
         cases.append(case_result(case, ours, {}, over_best=round(losses[-1], 4)))
@@ -163,23 +183,70 @@ def compare(problems: dict[str, Problem], seed: int) -> None:
     print(f"{path}: geomean {geometric_mean(losses):.4f}, worst {max(losses):.4f}")
 
 
-def retimed(problem: Problem, configs: Sequence[Config], seed: int) -> dict[Config, float]:
-    """Median microseconds of each config, all in turn, in random order every round."""
-    from autoflash.trial import CudaDevice
+def over_best(samples: Samples, chosen: Config) -> float:
+    """The chosen config's time over the best's, which is found in other rounds than these."""
+    best = min(samples, key=lambda config: (median(samples[config][::2]), config))
+    return 1 + paired_interval(samples[chosen][1::2], samples[best][1::2]).value
 
-    samples: dict[Config, list[float]] = {config: [] for config in configs}
+
+def retimed(
+    contenders: Mapping[Problem, Sequence[Config]], gpu: Gpu, seed: int
+) -> dict[Problem, Samples]:
+    """Samples of each problem's configs, all in turn, in random order every round."""
+    compiler = partial(TritonCompiler, with_cases=False)
+    with (
+        scratch_cache(lambda: True) as scratch,
+        closing(CompilePool(compiler, environment=scratch)) as pool,
+        closing(Worker(partial(open_card, 0), Deadlines(), environment=scratch)) as worker,
+    ):
+        asked = [pool.submit([p], config, gpu) for p, cs in contenders.items() for config in cs]
+        for future in asked:
+            future.result()
+        return {
+            problem: _in_turn(worker, problem, configs, seed)
+            for problem, configs in contenders.items()
+        }
+
+
+def _in_turn(worker: Worker, problem: Problem, configs: Sequence[Config], seed: int) -> Samples:
+    samples: Samples = {config: [] for config in configs}
     order = random.Random(seed)
-    with closing(Worker(partial(CudaDevice, 0), Deadlines())) as worker:
-        worker.prepare(problem, seed)
-        for config in configs:
-            worker.arm(config, ROUND_US)
-        for _ in range(ROUNDS):
-            row = {c: worker.sample(c) for c in order.sample(list(configs), len(configs))}
-            if not any(braked for _, braked in row.values()):
-                for config, (us, _) in row.items():
-                    samples[config].append(us)
-        worker.disarm()
-    return {config: median(taken) for config, taken in samples.items()}
+    worker.prepare(problem, seed)
+    for config in configs:
+        worker.arm(config, ROUND_US)
+    for _ in range(ROUNDS):
+        row = {c: worker.sample(c) for c in order.sample(list(configs), len(configs))}
+        if not any(braked for _, braked in row.values()):
+            for config, (us, _) in row.items():
+                samples[config].append(us)
+    worker.disarm()
+    return samples
+
+
+def seeds(problems: Mapping[str, Problem]) -> None:
+    """Searches from nothing with other seeds: on which problems they agree."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in LIVE_SEEDS:
+            results.append(_tune(problems, Path(folder) / f"{seed}.db", "standard", "auto", seed))
+    cases, agreeing = [], 0
+    for name, problem in problems.items():
+        found = [d for result in results for d in result.decisions if d.problem == problem]
+        agree = len(found) == len(results) and all(map(partial(tied, found[0]), found))
+        agreeing += agree
+        case = {"name": name, "problem": title(problem)}
+        winners = [str(decision.winner) for decision in found]
+        cases.append({"case": case, "agree": agree, "winners": winners})
+        print(f"{name:28} {'agree' if agree else 'differ'}")
+    share = round(agreeing / len(problems), 4)
+    seconds = [round(result.seconds, 1) for result in results]
+    path = write_results("tuning_seeds", cases, seconds=seconds, agreeing=share)
+    print(f"{path}: {agreeing} of {len(problems)} agree")
+
+
+def tied(one: Decision, other: Decision) -> bool:
+    """Whether they have one winner, or either's is tied with the other's."""
+    return other.winner in (one.winner, *one.tied) or one.winner in other.tied
 
 
 def _gpu_busy(result: TuneResult) -> float | None:
@@ -193,7 +260,7 @@ def _contenders(standard: Decision, exhaustive: Decision) -> list[Config]:
 
 
 def _tune(
-    problems: dict[str, Problem], db: Path, effort: str, strategy: str, seed: int
+    problems: Mapping[str, Problem], db: Path, effort: str, strategy: str, seed: int
 ) -> TuneResult:
     workload = Workload("tuning", tuple((problem, 1.0) for problem in problems.values()))
     return tune(workload, db=db, effort=effort, strategy=strategy, seed=seed)
@@ -201,19 +268,19 @@ def _tune(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=("replay", "record", "compare"))
+    parser.add_argument("what", choices=("replay", "compare", "seeds"))
     parser.add_argument("--table", type=Path, default=TABLE, help="what replay reads")
-    parser.add_argument("--out", type=Path, default=Path("recorded.jsonl"), help="of record")
+    parser.add_argument("--record", type=Path, help="of compare: also a table for replays")
     parser.add_argument("--cases", default="", help="only problems whose name contains this")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     problems = {name: p for name, p in PROBLEMS.items() if given.cases in name}
     if given.what == "replay":
         replay_table(given.table)
-    elif given.what == "record":
-        record(problems, given.out, given.seed)
+    elif given.what == "compare":
+        compare(problems, given.seed, given.record)
     else:
-        compare(problems, given.seed)
+        seeds(problems)
 
 
 if __name__ == "__main__":
