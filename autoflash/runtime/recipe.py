@@ -61,7 +61,10 @@ def learn_recipe(
     tensors: Sequence[Any],
     new_workspace: NewWorkspace,
 ) -> tuple[list[Launch], Recipe | None]:
-    """The plan, and its recipe; None where the plan names a tensor that is not among these."""
+    """The plan, and its recipe; None where the plan names a tensor that is not among these.
+
+    None too where one tensor is given twice: the plan does not say which of the two it names.
+    """
     made: list[torch.Tensor] = []
 
     def noted(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -69,8 +72,14 @@ def learn_recipe(
         return made[-1]
 
     plan = make_plan(noted)
-    which = {id(tensor): place for place, tensor in enumerate([*tensors, *made])}
-    which.pop(id(None), None)
+    places_of = [
+        (id(tensor), place)
+        for place, tensor in enumerate([*tensors, *made])
+        if isinstance(tensor, torch.Tensor)
+    ]
+    which = dict(places_of)
+    if len(which) < len(places_of):
+        return plan, None
     steps = []
     for kernel, grid, arguments, options in plan:
         places, descriptors, kept = [], [], list(arguments)

@@ -101,6 +101,25 @@ def test_what_was_refused_is_refused_again(module):
                 module.prefill(q, k, v, causal=True, **bad)
 
 
+def test_a_gradient_is_refused_on_a_known_form_too(module):
+    tensors = make_tensors(case_of(PREFILL, 1), "cpu")
+    q, k, v = (tensors[name] for name in "qkv")
+    expected = module.prefill(q, k, v, causal=True)
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="no backward"):
+        module.prefill(q, k, v, causal=True)
+    with torch.no_grad():
+        assert torch.equal(module.prefill(q, k, v, causal=True), expected)
+
+
+@pytest.mark.parametrize("problem", [PREFILL, PAGED], ids=lambda p: p.op)
+def test_a_call_that_gave_one_tensor_twice_teaches_nothing_about_two(module, problem):
+    tensors = make_tensors(case_of(problem, 1), "cpu")
+    call(module, case_of(problem, 1), {**tensors, "v": tensors["k"]})
+    assert right(module, problem, seed=1)
+    assert right(module, problem, seed=2)
+
+
 @pytest.mark.parametrize("problem", [PREFILL, PAGED, WINDOW], ids=["prefill", "decode", "window"])
 def test_no_tensor_of_a_call_is_kept_alive(module, problem):
     tensors = make_tensors(case_of(problem, 1), "cpu")
