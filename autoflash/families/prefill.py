@@ -8,7 +8,6 @@ from autoflash.runtime.defaults import prefill_default
 from autoflash.runtime.validity import (
     prefill_fma_products,
     prefill_refusal,
-    prefill_smem_bytes,
     prefill_unsupported,
     prefill_warpgroup_products,
 )
@@ -26,14 +25,13 @@ HEAD_GROUP_MIB = Knob("HEAD_GROUP_MIB", (4, 24, 1), compiled=False)
 KNOBS = (
     Knob("BLOCK_M", (64, 128, 32, 16)),
     Knob("BLOCK_N", (64, 128, 32, 16)),
-    Knob("LOAD", ("descriptor", "register", "pointer")),
+    Knob("LOAD", ("descriptor", "pointer")),
     HEAD_GROUP_MIB,
     Knob("num_warps", (4, 8)),
     Knob("num_stages", (2, 3, 4, 1)),
 )
 
 USUAL_TILE = 64
-RESERVED_BYTES = 1024  # of shared memory, which the driver keeps for each program
 WARP_SIZE = {"nvidia": 32, "amd": 64}
 # Of a thread's 255 registers: more was seen to spill hundreds of bytes. Products on the ordinary
 # cores hold their operands as well.
@@ -81,14 +79,8 @@ def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if not fma_products and block_d < 256 and block_m < 16 * num_warps:
         return f"{num_warps} warps have no 16 rows each in BLOCK_M {block_m}"
     warpgroups = prefill_warpgroup_products(problem, gpu)
-    if config["LOAD"] != "pointer" and not warpgroups:
+    if config["LOAD"] == "descriptor" and not warpgroups:
         return "tiles from descriptors spill unless whole warpgroups multiply them"
-    if config["LOAD"] == "register":
-        if (block_m, num_warps) != (64, 4):
-            return "q in registers is for programs of one warpgroup"
-        # 256 channels take all registers of two programs, as many as fit with q in shared memory
-        if block_d == 256 or not _makes_room(problem, config, gpu):
-            return "q in registers makes no room for another program"
     live = block_m * (block_d + block_n) // (num_warps * WARP_SIZE[gpu.vendor])
     limit = MAX_LIVE_FMA if fma_products else MAX_LIVE
     if live > limit:
@@ -103,15 +95,6 @@ def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     if warpgroups and block_n < USUAL_TILE and block_d < 256:
         return f"BLOCK_N {block_n} is too narrow for the products of {gpu.arch}"
     return None
-
-
-def _makes_room(problem: Problem, config: Config, gpu: Gpu) -> bool:
-    """Whether more programs share a multiprocessor than with q in shared memory."""
-    register, descriptor = (
-        gpu.smem_per_sm // (prefill_smem_bytes(problem, knobs, gpu) + RESERVED_BYTES)
-        for knobs in (config.as_dict(), config.as_dict() | {"LOAD": "descriptor"})
-    )
-    return register > descriptor
 
 
 def _schedule_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:

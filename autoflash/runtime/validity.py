@@ -34,10 +34,8 @@ def prefill_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str
     reason = prefill_unsupported(problem, gpu)
     if reason:
         return reason
-    if knobs["LOAD"] != "pointer" and gpu.capability < 90:
+    if knobs["LOAD"] == "descriptor" and gpu.capability < 90:
         return f"tensor descriptors need sm_90, this is {gpu.arch}"
-    if knobs["LOAD"] == "register" and (gpu.capability != 90 or problem.dtype == "fp32"):
-        return "q in registers is made for the 16-bit products of sm_90"
     smem_bytes = prefill_smem_bytes(problem, knobs, gpu)
     if smem_bytes > gpu.smem_per_block:
         return (
@@ -59,9 +57,9 @@ def prefill_warpgroup_products(problem: Problem, gpu: Any) -> bool:
 def prefill_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
     """A bound of the shared memory a program takes, found from what triton 3.6 compiles.
 
-    Warpgroup products read q, unless it is kept in registers, and every stage of k and v there.
-    Others hold one buffer less than stages, and may pass p through it. AMD keeps q in registers
-    once it is loaded. Tiles of a bias, whose type is q's, are fetched ahead as those of k are.
+    Warpgroup products read q and every stage of k and v there. Others hold one buffer less than
+    stages, and may pass p through it. AMD keeps q in registers once it is loaded. Tiles of a bias,
+    whose type is q's, are fetched ahead as those of k are.
     """
     bias = max(2, knobs["num_stages"] - 1) * knobs["BLOCK_M"] * knobs["BLOCK_N"]
     bias_bytes = bias * problem.dtype_bytes if problem.bias else 0
@@ -83,8 +81,7 @@ def _prefill_plain_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: A
     if prefill_warpgroup_products(problem, gpu):
         if stages == 1:
             return q_tile + k_tile + 5 * scratch
-        rings = 2 * stages * k_tile
-        return (max(q_tile, rings) if knobs["LOAD"] == "register" else q_tile + rings) + scratch
+        return q_tile + 2 * stages * k_tile + scratch
     # warps that divide the channels instead of the rows exchange p
     passed = p_tile if block_d > block_m else 0
     return q_tile + max(1, 2 * (stages - 1)) * k_tile + passed + scratch

@@ -51,9 +51,6 @@ BOUNDED = [
     ("sm_90", "bf16", 128, 128, 64, 8, 3, "pointer"),
     ("sm_90", "bf16", 128, 128, 128, 8, 2, "descriptor"),
     ("sm_90", "bf16", 64, 128, 128, 8, 1, "descriptor"),
-    ("sm_90", "bf16", 128, 64, 64, 4, 2, "register"),
-    ("sm_90", "bf16", 64, 64, 64, 4, 3, "register"),
-    ("sm_90", "fp16", 256, 64, 32, 4, 2, "register"),
     ("sm_100", "bf16", 128, 128, 64, 8, 1, "pointer"),
     ("sm_120", "bf16", 64, 64, 128, 4, 2, "descriptor"),
     ("gfx942", "bf16", 128, 64, 64, 4, 2, "pointer"),
@@ -93,18 +90,6 @@ def test_the_bound_holds_with_a_bias_under_a_window(case: tuple) -> None:
     assert compiled <= prefill_smem_bytes(p, knobs, TARGETS[arch]) <= 1.5 * compiled
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("head_dim", "block_n", "programs"), [(128, 64, 3), (64, 64, 4)])
-def test_q_in_registers_leaves_room_for_more_programs(head_dim, block_n, programs, causal) -> None:
-    knobs = {"BLOCK_M": 64, "BLOCK_N": block_n, "LOAD": "register", "HEAD_GROUP_MIB": 4}
-    knobs |= {"num_warps": 4, "num_stages": 2}
-    gpu, p = known("NVIDIA H200"), problem("bf16", head_dim, causal=causal)
-    resources = compile_candidate(p, Config.of("prefill", knobs), gpu)
-    assert resources.spill_bytes == 0
-    assert programs * (resources.smem_bytes + 1024) <= gpu.smem_per_sm
-    assert programs * 128 * -(-resources.registers // 8) * 8 <= gpu.registers_per_sm
-
-
 def test_fp32_inputs_are_multiplied_as_fp32() -> None:
     gpu, p = known("NVIDIA H200"), problem("fp32", 64)
     (kernel,), _ = _compiled(p, FAMILY.default(p, gpu), gpu, with_lse=True, wide_rows=False)
@@ -141,7 +126,7 @@ def test_the_width_of_a_window_does_not_compile_another_kernel() -> None:
     assert len({kernel.hash for kernel in kernels}) == 1
 
 
-@pytest.mark.parametrize("load", ["pointer", "descriptor", "register"])
+@pytest.mark.parametrize("load", ["pointer", "descriptor"])
 def test_lengths_and_head_counts_do_not_compile_another_kernel(load: str) -> None:
     gpu, p = known("NVIDIA H200"), problem("bf16", 64)
     config = Config.of("prefill", FAMILY.default(p, gpu).as_dict() | {"LOAD": load})

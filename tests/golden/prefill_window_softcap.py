@@ -22,8 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 #
 # Tunable
 #   BLOCK_M       query rows of a program           BLOCK_N   keys of one step
-#   LOAD          "pointer" or "descriptor" (tensor memory accelerator) for q, k and v; "register":
-#                 descriptors, and q stays in registers, which leaves room in shared memory
+#   LOAD          "pointer" or "descriptor" (tensor memory accelerator) for q, k and v
 #   HEAD_GROUP_MIB   K and V of the heads that run side by side, so that they stay in the L2 cache
 #   num_warps, num_stages
 # Given by the problem
@@ -71,7 +70,7 @@ def load_tile(
     `source` is a descriptor of the whole tensor, or the address of the head. Only a PARTIAL tile
     may reach past `seqlen`.
     """
-    if LOAD != "pointer":
+    if LOAD == "descriptor":
         tile = source.load([batch, head, start, 0]).reshape([ROWS, BLOCK_D])
     else:
         offs_s = tl.arange(0, ROWS)
@@ -318,10 +317,6 @@ def prefill_kernel(
     q_tile = load_tile(
         q, batch, q_head, start_m, seqlen_q, stride_qs, BLOCK_M, HEAD_DIM, BLOCK_D, LOAD, True
     )
-    if LOAD == "register":
-        # products read what was loaded from shared memory, what was computed from registers
-        q_tile = (q_tile.to(tl.float32) * 0.5).to(q_tile.dtype)
-        scale_log2 = scale_log2 * 2.0
     offs_m = start_m + tl.arange(0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -435,7 +430,7 @@ def plan(q, k, v, out, lse, softmax_scale, layout, num_sms, knobs, new_workspace
     seqlen_k, num_kv_heads = k.shape[s], k.shape[h]
     group_size = num_heads // num_kv_heads
     block_m, block_n, load = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["LOAD"]
-    if load != "pointer" and not all(map(describable, (q, k, v))):
+    if load == "descriptor" and not all(map(describable, (q, k, v))):
         load = "pointer"
     heads = batch * num_heads
     kv_bytes = max(1, 2 * seqlen_k * head_dim * k.element_size())  # of one KV head
@@ -463,8 +458,6 @@ def plan(q, k, v, out, lse, softmax_scale, layout, num_sms, knobs, new_workspace
     )
     grid = (triton.cdiv(seqlen_q, block_m) * heads,)
     options = {"num_warps": knobs["num_warps"], "num_stages": knobs["num_stages"]}
-    if load == "register" and head_dim <= 128:
-        options["maxnreg"] = 168  # three programs of four warps share the registers of an SM
     return [(prefill_kernel, grid, arguments, options)]
 
 

@@ -18,7 +18,7 @@ from autoflash.families.prefill import FAMILY
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
 
-LOADS = ("pointer", "descriptor", "register")
+LOADS = ("pointer", "descriptor")
 MODIFIERS = ("softcap", "alibi", "bias", "sinks")
 ON = [sample for sample in samples(FAMILY) if sample.modifiers]
 

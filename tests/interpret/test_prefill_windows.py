@@ -12,7 +12,7 @@ from autoflash.config import Config
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
 
-LOADS = ("pointer", "descriptor", "register")
+LOADS = ("pointer", "descriptor")
 # Widths at both sides of a tile's edge, and wider than every sequence here.
 WIDTHS = (0, 1, 31, 32, 63, 64, 65, 500)
 # Windows that are bounded on one side, on both, alike or not.
