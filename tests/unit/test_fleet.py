@@ -170,6 +170,7 @@ def test_what_ends_the_writing_process_ends_every_gpus_work(db, calls, monkeypat
 
 
 SCRIPT = """
+import signal
 from functools import partial
 from pathlib import Path
 from fake_device import FakeDevice
@@ -178,6 +179,7 @@ from test_tune import PROBLEM, DECODE, tried
 from autoflash.worker import DEADLINES
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     slow = dict.fromkeys([tried()[0], tried(DECODE)[0]], "hang@check_full")
     devices = {{i: partial(FakeDevice, slow) for i in (0, 1)}}
     search(Path({db!r}), devices, PROBLEM, DECODE, deadlines=DEADLINES)

@@ -317,6 +317,7 @@ def test_tuning_interpreted_kernels_is_refused(db, monkeypatch):  # case S11
 
 
 SCRIPT = """
+import signal
 from pathlib import Path
 from fake_device import machine
 from test_tune import search, tried
@@ -324,6 +325,7 @@ from test_tune import search, tried
 from autoflash.worker import DEADLINES
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     search(Path({db!r}), machine({{tried()[0]: "hang@check_full"}}, deadlines=DEADLINES))
 """
 
