@@ -66,12 +66,21 @@ class GpuClock:
 GPU_CLOCK = GpuClock()  # a process has one GPU
 
 
-def event_us(work: Callable[[], None], lead_cycles: int = CALL_LEAD_CYCLES) -> float:
-    """GPU time of `work`, which the host queues while the GPU waits `lead_cycles`."""
+def event_us(
+    work: Callable[[], None],
+    lead_cycles: int = CALL_LEAD_CYCLES,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> float:
+    """GPU time of `work`, which the host queues while the GPU waits `lead_cycles`.
+
+    The host does `meanwhile` while the GPU works.
+    """
     torch.cuda._sleep(lead_cycles)
     start = _recorded_event()
     work()
-    taken_us = _elapsed_us(start, _recorded_event())
+    end = _recorded_event()
+    meanwhile()
+    taken_us = _elapsed_us(start, end)
     GPU_CLOCK.seconds += taken_us / 1e6
     return taken_us
 
@@ -111,14 +120,14 @@ class CallGraph:
     def replay(self) -> None:
         self._graph.replay()
 
-    def sample(self, replays: int = 1) -> float:
-        """Microseconds per call over some replays, one after another."""
+    def sample(self, replays: int = 1, meanwhile: Callable[[], None] = lambda: None) -> float:
+        """Microseconds per call over some replays, one after another; see `event_us`."""
 
         def work() -> None:
             for _ in range(replays):
                 self._graph.replay()
 
-        return event_us(work, GRAPH_LEAD_CYCLES) / (replays * self.calls)
+        return event_us(work, GRAPH_LEAD_CYCLES, meanwhile) / (replays * self.calls)
 
 
 def replays_for(call_us: float, calls: int) -> int:

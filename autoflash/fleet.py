@@ -145,7 +145,7 @@ def tune_with(
         ]
         with _recorded(runs, store, options, views[0]):
             _search(runs, desk, pool)
-        return _results(runs, store, options)
+        return _results(runs, store, workload, options)
 
 
 def started(workers: Mapping[str, Worker], stack: ExitStack) -> list[Post]:
@@ -274,7 +274,9 @@ def _recorded(
             store.end_run(run.run_id, "failed" if failed else outcome)
 
 
-def _results(runs: list[Run], store: Store, options: Options) -> list[TuneResult]:
+def _results(
+    runs: list[Run], store: Store, workload: Workload, options: Options
+) -> list[TuneResult]:
     """The result of each type; those that came to nothing raise only where all did."""
     results: list[TuneResult] = []
     errors: list[AutoflashError] = []
@@ -286,9 +288,9 @@ def _results(runs: list[Run], store: Store, options: Options) -> list[TuneResult
             errors.append(DeviceError(run.team.lost[0]))
             continue
         try:
-            undecided = run.refused + failed
+            found = (decisions, run.refused + failed)
             results.append(
-                result_of(lab, store, run.run_id, post.toolchain, decisions, undecided, busies)
+                result_of(lab, store, run.run_id, post.toolchain, workload, *found, busies)
             )
         except (BudgetError, SearchError) as error:
             errors.append(error)

@@ -22,6 +22,9 @@ class Group:
     problems: tuple[Problem, ...]
     families: tuple[Family, ...]
 
+    def slow_to_compile(self) -> bool:
+        return any(family.slow_to_compile for family in self.families)
+
     def default(self, problem: Problem, gpu: Gpu) -> Config:
         return self.families[0].default(problem, gpu)
 
@@ -37,7 +40,10 @@ class Group:
 def groups_of(
     problems: Sequence[Problem], gpu: Gpu
 ) -> tuple[list[Group], list[tuple[Problem, str]]]:
-    """The groups in the order of their first problem, and the problems no family serves, why."""
+    """The groups in the order they are tried, and the problems no family serves, why.
+
+    What is slow to compile comes after the rest: while that is tried, it is compiled.
+    """
     members: dict[Problem, list[Problem]] = {}
     families: dict[Problem, tuple[Family, ...]] = {}
     refused = []
@@ -50,7 +56,8 @@ def groups_of(
         kernels = _kernels_of(problem)
         members.setdefault(kernels, []).append(problem)
         families[kernels] = served
-    return [Group(tuple(members[key]), families[key]) for key in members], refused
+    groups = [Group(tuple(members[key]), families[key]) for key in members]
+    return sorted(groups, key=Group.slow_to_compile), refused
 
 
 def rendered_for(problem: Problem, config: Config) -> Rendered:

@@ -101,8 +101,10 @@ class CudaDevice(Checker):
                 call_us = graph.sample()  # warms caches and clock, and measures without the host
             affordable = int(cap_us / max(call_us * graph.calls, 1.0))
             replays = replays_for(call_us, graph.calls)
-            taken = tuple(graph.sample(replays) for _ in range(max(1, min(samples, affordable))))
-            return Timing(taken, self._telemetry.clocks())
+            taken = [graph.sample(replays) for _ in range(min(samples, affordable) - 1)]
+            clocks: list[Clocks] = []
+            taken.append(graph.sample(replays, lambda: clocks.append(self._telemetry.clocks())))
+            return Timing(tuple(taken), clocks[0])
 
     def check_full(self, config: Config, seed: int) -> Verdict:
         with _failures(), GPU_CLOCK.counting():
@@ -124,7 +126,9 @@ class CudaDevice(Checker):
     def sample(self, config: Config) -> tuple[float, bool]:
         with _failures():
             graph, replays = self._graphs[config]
-            return graph.sample(replays), self._telemetry.braked()
+            braked: list[bool] = []
+            us = graph.sample(replays, lambda: braked.append(self._telemetry.braked()))
+            return us, braked[0]
 
     def disarm(self) -> Clocks:
         self._graphs.clear()

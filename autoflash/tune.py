@@ -185,7 +185,8 @@ def _measure(
         groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
         decisions, failed = _search(lab, [Entrants(lab, group) for group in groups])
         undecided += failed
-        return result_of(lab, store, run_id, toolchain, decisions, undecided, [worker.busy])
+        found = (decisions, undecided)
+        return result_of(lab, store, run_id, toolchain, workload, *found, [worker.busy])
 
 
 @contextmanager
@@ -222,7 +223,8 @@ def _predict(
         lab.progress.notice(f"{len(workload.problems)} problems, database {store.path}")
         groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
         decisions, failed = predict(lab, [Entrants(lab, group) for group in groups])
-        return result_of(lab, store, run_id, toolchain, decisions, undecided + failed, [])
+        found = (decisions, undecided + failed)
+        return result_of(lab, store, run_id, toolchain, workload, *found, [])
 
 
 def _search(
@@ -352,23 +354,28 @@ def result_of(
     store: Store,
     run_id: int,
     toolchain: Toolchain,
+    workload: Workload,
     decisions: Sequence[Decision],
     undecided: Sequence[tuple[Problem, str]],
     of_gpus: Sequence[Busy],
 ) -> TuneResult:
-    """Raises SearchError or BudgetError where nothing at all was decided."""
+    """What a run came to, in the order of the workload.
+
+    Raises SearchError or BudgetError where nothing at all was decided.
+    """
     if not decisions and undecided:
         if lab.limit.over:
             raise BudgetError(
                 "the budget ended before any candidate was checked and timed; no winner was stored"
             )
         raise SearchError(f"no winner was stored: {undecided[0][1]}")
+    places = {problem: place for place, (problem, _) in enumerate(workload.problems)}
     return TuneResult(
         gpu=lab.gpu,
         toolchain=toolchain,
         db=store.path,
         run_id=run_id,
-        decisions=tuple(decisions),
+        decisions=tuple(sorted(decisions, key=lambda each: places[each.problem])),
         undecided=tuple(undecided),
         trials=lab.journal.trials,
         reused=lab.journal.reused,

@@ -143,4 +143,5 @@ FAMILY = Family(
     refusal=refusal,
     default=default,
     interpretable=False,
+    slow_to_compile=True,
 )

@@ -80,7 +80,9 @@ def test_what_was_appended_in_any_order_is_what_decode_reads(kv_dtype: str, kv_l
             assert torch.equal(by_slot, new)
             continue
         scale = (scale.transpose(1, 2) if kv_layout == "hnd" else scale).flatten(0, 1)[slots]
-        assert torch.equal(scale, new.float().abs().amax(dim=-1) / LIMITS[cache.dtype])
+        largest = new.float().abs().amax(dim=-1)
+        limit = torch.full_like(largest, LIMITS[cache.dtype])  # torch multiplies by 1 / a number
+        assert torch.equal(scale, largest / limit)
     verdict = Budget(inputs).judge(*run(inputs, FAMILY.default(p, gpu), gpu=gpu))
     assert verdict.correct, verdict.reason
 

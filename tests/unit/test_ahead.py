@@ -14,6 +14,7 @@ from fake_fleet import HereWorker
 from test_tune import DECODE, LONGER, PROBLEM, QUICK, binary, search
 
 from autoflash.ahead import compiled_ahead
+from autoflash.contest import first_batch
 from autoflash.groups import groups_of
 from autoflash.pool import Urgency
 from autoflash.search.hill_climb import neighbours
@@ -73,13 +74,22 @@ def test_the_last_problems_trials_are_asked_for_while_the_first_candidate_is_che
     assert seen
 
 
-def test_a_climb_asks_for_the_neighbours_of_every_new_best_before_its_step_ends(pool, tmp_path):
+def test_a_climb_asks_for_the_neighbours_of_every_new_best_before_its_step_ends(
+    pool, tmp_path, monkeypatch
+):
+    start = []  # the first step is asked for by the contest or ahead of it, whichever is earlier
+
+    def noted(*asked):
+        start.extend(first_batch(*asked))
+        return start
+
+    monkeypatch.setattr("autoflash.ahead.first_batch", noted)
     (group,), _ = groups_of([DECODE], GPU)
     candidates = group.candidates(DECODE, GPU)
     best = candidates[0]
     times = dict.fromkeys(candidates, 100.0) | {best: 50.0}
     search(tmp_path / "tune.db", fake(times), DECODE, strategy="hill_climb")
-    near = neighbours(best, candidates)
+    near = set(neighbours(best, candidates)).difference(start)
     asked = {c: u for c, u in pool.urgencies.items() if c in near}
     assert asked and all(Urgency.SOON in urgencies for urgencies in asked.values())
     first = [urgencies[0] for urgencies in asked.values()]

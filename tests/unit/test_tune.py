@@ -359,6 +359,14 @@ def wait_for_end(pids):
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_what_is_slow_to_compile_is_tried_last_and_told_in_the_order_of_the_workload(db):
+    result = search(db, machine(), PROBLEM, DECODE)
+    sql = "SELECT op FROM trials JOIN problems ON problems.id = problem_id ORDER BY trials.id"
+    tried_ops = [op for (op,) in stored(db, sql)]
+    assert tried_ops[0] == "decode" and tried_ops[-1] == "prefill"
+    assert [decision.problem for decision in result.decisions] == [PROBLEM, DECODE]
+
+
 def test_ctrl_c_keeps_every_trial_and_says_how_to_go_on(db):
     process = start(db)
     workers = children(process.pid)
