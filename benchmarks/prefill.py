@@ -2,8 +2,7 @@
 
 The problems of benchmarks/workloads/prefill.yaml: 16384 tokens, 2048 / head_dim heads, bf16, causal
 and full, lengths 512 to 16384; and causal grouped-query shapes of one sequence. Beside the exported
-module stands the best config of the portable family: the fastest ones of the database that --db
-names are raced first.
+module stands the best config of the portable family: all its candidates are timed first.
 """
 
 import argparse
@@ -11,8 +10,7 @@ import functools
 import gc
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 from harness import (
     STEADY,
+    Call,
     Times,
     arguments,
     buffer_sets,
@@ -33,25 +32,24 @@ from harness import (
 from prefill_peers import PEERS, Contender, Maker, autoflash, peer_versions, portable
 
 from autoflash.accuracy import Budget, Verdict
+from autoflash.bench import event_us
 from autoflash.check import picked, sample_rows
 from autoflash.config import Config
 from autoflash.decision import paired_interval
 from autoflash.export import export, write_module
-from autoflash.families import FAMILIES
+from autoflash.families import FAMILIES, space
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
-from autoflash.render import render
 from autoflash.roofline import floor
 from autoflash.store import Store, shipped_winners
 from autoflash.store.overlay import overlay
-from autoflash.toolchain import detect_toolchain
 from autoflash.workload import load_workload
 
 WORKLOAD = Path(__file__).parent / "workloads" / "prefill.yaml"
 WHOLE_SEQLEN = 2048  # longer outputs are judged by some of their rows
 PORTABLE = FAMILIES["prefill"]
-RACED = 3  # configs of each stage of a search
+RACED = 4  # portable configs
 RACE_US = 80_000.0  # of GPU time for each of them
 
 
@@ -62,7 +60,7 @@ def main() -> None:
         export_module(options.db, options.module)
     problems = {name_of(p): p for p, _ in load_workload(options.workload).problems}
     problems = {name: p for name, p in problems.items() if options.cases in name}
-    configs = {name: portable_configs(p, gpu, options.db) for name, p in problems.items()}
+    configs = {name: portable_configs(p, gpu) for name, p in problems.items()}
     started = time.monotonic()
     compile_ahead(problems, configs, options.module, gpu, options.processes)
     ahead_s = time.monotonic() - started
@@ -85,7 +83,7 @@ def main() -> None:
             left_out,
             errors_over_eager=errors,
             served={key: how[key] for key in ("how", "family", "knobs")},
-            portable_config={"raced": len(configs[name]), "knobs": config.as_dict()},
+            portable_config={"candidates": len(configs[name]), "knobs": config.as_dict()},
         )
         results.append(result)
         tell(result)
@@ -106,7 +104,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--db",
         type=Path,
-        help="gives configs of the portable family, and the module where there is no --module",
+        help="gives the module where there is no --module",
     )
     parser.add_argument(
         "--gpu-ms", type=float, default=400.0, help="of GPU time for a contender of a case"
@@ -131,35 +129,32 @@ def export_module(db: Path, path: Path) -> None:
     write_module(export(winners).text, path)
 
 
-def portable_configs(problem: Problem, gpu: Gpu, db: Path | None) -> list[Config]:
-    """Configs of the portable family that may be its fastest: its default, and the best of each
-    stage of a search in the database. Times of different stages are not of equally hot cards."""
-    trials = []
-    if db is not None:
-        digest = render(PORTABLE.variant(problem)).digest
-        with Store.open(db, readonly=True) as store:
-            trials = store.trials(gpu, detect_toolchain(), problem, digest)
-    stages: dict[str, dict[Config, float]] = defaultdict(dict)
-    for trial in trials:  # the last one of a config has the most samples
-        if trial.config.family == PORTABLE.name and trial.regime == "graph" and trial.median_us:
-            stages[trial.stage][trial.config] = trial.median_us
-    best = [
-        config
-        for times in stages.values()
-        for config in sorted(times, key=lambda each: (times[each], each))[:RACED]
-    ]
-    return list(dict.fromkeys([PORTABLE.default(problem, gpu), *best]))
+def portable_configs(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Every candidate of the portable family."""
+    return [config for config, refused in space(PORTABLE, problem, gpu) if refused is None]
 
 
 def fastest(inputs: list[Inputs], configs: Sequence[Config], gpu: Gpu) -> Config:
-    """The fastest of the configs on these inputs, all timed in turn."""
-    if len(configs) == 1:
-        return configs[0]
-    times = interleaved(
-        {str(i): portable(each, gpu, inputs).calls for i, each in enumerate(configs)},
-        gpu_us=RACE_US,
-    )
-    return configs[min(range(len(configs)), key=lambda i: times[str(i)].median_us)]
+    """The fastest of the configs on these inputs: each alone first, then the best in turn.
+
+    The family's default where none can be launched: whoever launches that is told why.
+    """
+    calls = {config: portable(config, gpu, inputs).calls for config in configs}
+    alone = {config: alone_us(of_config) for config, of_config in calls.items()}
+    raced = sorted(configs, key=lambda config: (alone[config], config))[:RACED]
+    if alone[raced[0]] == float("inf"):
+        return PORTABLE.default(inputs[0].problem, gpu)
+    times = interleaved({str(config): calls[config] for config in raced}, gpu_us=RACE_US)
+    return min(raced, key=lambda config: times[str(config)].median_us)
+
+
+def alone_us(calls: Sequence[Call]) -> float:
+    """The best of three calls; infinite where a call fails."""
+    try:
+        calls[0]()
+        return min(event_us(call) for call in (calls * 3)[:3])
+    except Exception:  # a config that does not fit this GPU after all
+        return float("inf")
 
 
 def makers_of(module: Any, config: Config, gpu: Gpu) -> dict[str, Maker]:
@@ -181,23 +176,34 @@ def compile_ahead(
     """Have processes fill the caches on disk of what compiles for each shape, one call each."""
     if not processes:
         return
+    seen: set[Hashable] = set()
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         jobs = {
             (name, contender, config): pool.submit(
                 call_once, contender, problem, module, config, gpu
             )
             for name, problem in problems.items()
-            for contender, of_contender in (
-                ("flex_attention", configs[name][:1]),
-                ("autoflash", configs[name][:1]),
-                ("portable", configs[name]),
+            for contender, config in (
+                ("flex_attention", configs[name][0]),
+                ("autoflash", configs[name][0]),
+                *(("portable", config) for config in new_binaries(problem, configs[name], seen)),
             )
-            for config in of_contender
         }
         for (name, contender, _), job in jobs.items():
             error = job.exception()
             if error:  # what is wrong shows again, and counts, where it is timed
                 print(f"not compiled ahead: {name}, {contender}: {told(error)}", file=sys.stderr)
+
+
+def new_binaries(problem: Problem, configs: Sequence[Config], seen: set[Hashable]) -> list[Config]:
+    """Configs whose kernels no earlier problem compiles; `seen` notes these."""
+    new = {}
+    for config in configs:
+        compiled = (PORTABLE.variant(problem), problem.head_dim, problem.group_size)
+        new.setdefault((*compiled, PORTABLE.binary(config)), config)
+    new = {key: config for key, config in new.items() if key not in seen}
+    seen.update(new)
+    return list(new.values())
 
 
 def call_once(contender: str, problem: Problem, module: Path, config: Config, gpu: Gpu) -> None:

@@ -6,7 +6,7 @@ import math
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +18,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from autoflash.config import Config
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
-from autoflash.records import Clocks, Trial
-from autoflash.render import render
-from autoflash.store import Store
+from autoflash.records import Clocks
 from autoflash.telemetry import BRAKES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -104,7 +102,8 @@ def test_a_turn_is_many_short_calls_or_a_few_long_ones(harness):
 
 
 def small(**changes) -> Problem:
-    return prefill_of(layout="bhsd", seqlen_q=96, seqlen_k=96, causal=True, **changes)
+    shape = {"seqlen_q": 96, "seqlen_k": 96, "causal": True}
+    return prefill_of(layout="bhsd", **shape | changes)
 
 
 def inputs_of(problem: Problem, sets: int = 2) -> list[Inputs]:
@@ -292,53 +291,44 @@ def test_the_summary_keeps_grid_and_grouped_heads_apart_and_names_the_worst(pref
     )
 
 
-def test_portable_configs_are_the_best_of_each_stage_of_the_search(tmp_path, monkeypatch, prefill):
+def test_all_portable_candidates_are_timed_alone_and_the_best_of_them_in_turn(
+    monkeypatch, prefill, harness
+):
     problem = small()
-    monkeypatch.setattr(prefill, "detect_toolchain", lambda: CHAIN)
-    default = prefill.PORTABLE.default(problem, H200)
-    digest = render(prefill.PORTABLE.variant(problem)).digest
-    one, two, three, four, failed = (
-        Config.of("prefill", {**default.as_dict(), "num_stages": stages, "num_warps": warps})
-        for stages, warps in ((1, 4), (3, 4), (4, 4), (1, 8), (3, 8))
-    )
-    path = tmp_path / "tune.db"
-    assert prefill.portable_configs(problem, H200, None) == [default]
-    with Store.open(path) as store:
-        run = store.start_run(
-            H200, CHAIN, seed=0, effort="quick", budget_s=None, argv=[], protocol="test"
-        )
-        store.add_problem(run, problem, 1.0)
-        store.add_kernel("prefill", "prefill_causal", digest, "text")
-        for config, stage, us in (
-            (one, "screen", 9.0),
-            (two, "screen", 8.0),
-            (three, "screen", 7.0),
-            (four, "screen", 10.0),
-            (one, "screen", 6.0),  # with more samples
-            (failed, "screen", None),
-            (two, "final", 12.0),  # a hotter card: slower than every screening
-            (four, "final", 11.0),
-        ):
-            status, regime = ("correct", "graph") if us else ("runtime", "none")
-            trial = Trial(problem, config, digest, status, stage, regime=regime, median_us=us)
-            store.record_trial(run, trial)
-    monkeypatch.setattr(prefill, "RACED", 2)
-    found = prefill.portable_configs(problem, H200, path)
-    assert found == [default, one, three, four, two]  # of screenings, then of finals
-    assert prefill.portable_configs(small(batch=3), H200, path) == [default]
+    configs = prefill.portable_configs(problem, H200)
+    assert prefill.PORTABLE.default(problem, H200) in configs and len(configs) > prefill.RACED
+    slow_alone = dict(zip(configs, range(len(configs), 0, -1), strict=True))
+    calls_of = lambda config, gpu, inputs: SimpleNamespace(calls=[config])  # noqa: E731
+    monkeypatch.setattr(prefill, "portable", calls_of)
+    monkeypatch.setattr(prefill, "alone_us", lambda calls: slow_alone[calls[0]])
+
+    def in_turn(raced, gpu_us):
+        assert set(raced) == {str(config) for config in configs[-prefill.RACED :]}
+        times = {str(config): float(place) for place, config in enumerate(configs[::-1])}
+        return times_of(harness, **{each: 9.0 - times[each] for each in raced})
+
+    monkeypatch.setattr(prefill, "interleaved", in_turn)
+    assert prefill.fastest(inputs_of(problem), configs, H200) == configs[-prefill.RACED]
 
 
-def test_the_fastest_portable_config_of_a_race_takes_part(monkeypatch, prefill, harness):
+def test_a_portable_config_that_fails_is_not_raced(monkeypatch, prefill):
+    def fails():
+        raise RuntimeError("does not fit")
+
+    assert prefill.alone_us([fails]) == float("inf")
     problem = small()
-    default = prefill.PORTABLE.default(problem, H200)
-    other = Config.of("prefill", {**default.as_dict(), "num_stages": 1})
-    monkeypatch.setattr(
-        prefill, "interleaved", lambda raced, **_: times_of(harness, **{"0": 9.0, "1": 8.0})
-    )
-    assert prefill.fastest(inputs_of(problem), [default, other], H200) == other
-    assert prefill.fastest(inputs_of(problem), [other, default], H200) == default
     monkeypatch.setattr(prefill, "interleaved", None)
+    default = prefill.PORTABLE.default(problem, H200)  # nothing can be launched without a GPU
     assert prefill.fastest(inputs_of(problem), [default], H200) == default
+
+
+def test_a_binary_is_compiled_ahead_for_the_first_problem_that_needs_it(prefill):
+    one, longer = small(), small(seqlen_q=256, seqlen_k=256)
+    configs, seen = prefill.portable_configs(one, H200), set()
+    first = prefill.new_binaries(one, configs, seen)
+    assert len({prefill.PORTABLE.binary(config) for config in first}) == len(first)
+    assert prefill.new_binaries(longer, configs, seen) == []
+    assert prefill.new_binaries(small(causal=False), configs, seen) == first
 
 
 def test_the_workload_is_the_grid_and_the_grouped_heads_and_names_tell_them_apart(prefill):
@@ -433,7 +423,7 @@ def test_a_run_goes_from_the_module_to_the_results(tmp_path, monkeypatch, prefil
     assert [case["case"]["name"] for case in written["cases"]] == ["32 causal 64", "32 causal 96"]
     for case in written["cases"]:
         assert case["ours"] == 10.0
-        assert case["portable_config"]["raced"] == 1
+        assert case["portable_config"]["candidates"] > 1
         assert set(case["unavailable"]) == {"portable", *prefill.PEERS} - set(case["peers"])
         assert case["served"] == {"how": "exact", "family": "prefill", "knobs": {"BLOCK_M": 64}}
     assert "flash_attention_4 is left out: ModuleNotFoundError" in capsys.readouterr().out
