@@ -30,6 +30,7 @@ from autoflash.kernel import machines_fault, new_outputs
 from autoflash.problem import Problem
 from autoflash.records import Clocks
 from autoflash.runtime.launch import run_plan
+from autoflash.runtime.recipe import Recipe, learn_recipe
 from autoflash.telemetry import Telemetry
 from autoflash.toolchain import Toolchain, detect_toolchain
 
@@ -52,6 +53,7 @@ class CudaDevice(Checker):
         self._telemetry = Telemetry(self._uuid)
         self._sets: list[tuple[Inputs, torch.Tensor]] = []
         self._graphs: dict[Config, tuple[CallGraph, int]] = {}
+        self._recipes: dict[Config, Recipe | None] = {}
         self._budget: Budget | None = None  # of the prepared problem's sampled rows
 
     def hello(self) -> tuple[Gpu, Toolchain]:
@@ -80,6 +82,7 @@ class CudaDevice(Checker):
 
     def release(self) -> None:
         self._graphs.clear()
+        self._recipes.clear()
         self._sets.clear()
         self._budget = None
         gc.collect()
@@ -151,12 +154,25 @@ class CudaDevice(Checker):
         return sets_needed(set_bytes, self._gpu.l2_bytes, free_bytes + set_bytes * len(self._sets))
 
     def _call(self, config: Config, i: int) -> None:
+        """Launch a config on one of the sets. They are alike: what is planned serves them all."""
         inputs, out = self._sets[i % len(self._sets)]
-        run_plan(self.plan(inputs, config, out, None))
+        tensors = (*vars(inputs).values(), out)
+        recipe = self._recipes.get(config)
+        if recipe:
+            run_plan(recipe.plan(tensors, _workspace))
+            return
+        plan, self._recipes[config] = learn_recipe(
+            lambda noted: self.plan(inputs, config, out, None, noted), tensors, _workspace
+        )
+        run_plan(plan)
 
     def _graph(self, config: Config, call_us: float, cap_us: float) -> CallGraph:
         calls = calls_in_graph(call_us, len(self._sets), cap_us)
         return CallGraph(lambda i: self._call(config, i), calls)
+
+
+def _workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
 
 
 @contextlib.contextmanager
