@@ -24,6 +24,7 @@ from autoflash.errors import AutoflashError
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
 from autoflash.inputs import Inputs, make_inputs
+from autoflash.launcher import build_launcher
 from autoflash.problem import Problem, Variant
 from autoflash.records import Resources
 from autoflash.render import Rendered, render
@@ -185,7 +186,10 @@ def _compiled(
     given = (inputs, out, lse if with_lse else None, gpu, config)
     plan = plan_of(module, *given, new_workspace=workspace)
     try:
-        return compile_plan(plan), sum(tensor.nbytes for tensor in workspaces)
+        kernels = compile_plan(plan)
+        for kernel in kernels:
+            build_launcher(kernel)
+        return kernels, sum(tensor.nbytes for tensor in workspaces)
     except CompilationError as error:
         raise CompileError(_located(error, rendered)) from error
     except MemoryError:

@@ -68,8 +68,9 @@ class TritonCompiler:
             resources = compile_candidate(problems[0], config, gpu)
             if not self._with_cases or refused(resources, config, gpu):
                 return resources
-            for problem in problems[1:]:  # the same binaries again unless a stride says otherwise
-                precompile(problem, config, gpu, with_lse=False)
+            for problem in problems[1:]:  # the same binaries again unless a number says otherwise
+                for with_lse in (False, True):  # as it is timed, and as it is checked
+                    precompile(problem, config, gpu, with_lse)
             for case in cases_of(problems[0]):
                 for with_lse in (True, False) if case.as_timed else (True,):
                     precompile(case.problem, config, gpu, with_lse, case.wide_rows)

@@ -34,6 +34,7 @@ from autoflash.runtime.recipe import Recipe, learn_recipe
 from autoflash.telemetry import Telemetry
 from autoflash.toolchain import Toolchain, detect_toolchain
 
+BUDGETS_KEPT = 64
 DROP_SLACK_US = 20.0  # a lone call finds cold caches and gaps between its launches
 
 
@@ -54,7 +55,9 @@ class CudaDevice(Checker):
         self._sets: list[tuple[Inputs, torch.Tensor]] = []
         self._graphs: dict[Config, tuple[CallGraph, int]] = {}
         self._recipes: dict[Config, Recipe | None] = {}
-        self._budget: Budget | None = None  # of the prepared problem's sampled rows
+        self._prepared: tuple[Problem, int] | None = None
+        # of rows of a prepared problem, which is prepared again when its group is timed
+        self._budgets: dict[tuple[object, ...], Budget] = {}
 
     def hello(self) -> tuple[Gpu, Toolchain]:
         return self._gpu, detect_toolchain()
@@ -71,6 +74,7 @@ class CudaDevice(Checker):
 
     def prepare(self, problem: Problem, seed: int) -> None:
         self.release()
+        self._prepared = (problem, seed)
         # every set has the lengths of the problem's own roofline
         lengths = sequence_lengths(problem) if problem.op == "decode" else None
         with _failures(), GPU_CLOCK.counting():
@@ -84,7 +88,6 @@ class CudaDevice(Checker):
         self._graphs.clear()
         self._recipes.clear()
         self._sets.clear()
-        self._budget = None
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -113,9 +116,12 @@ class CudaDevice(Checker):
         with _failures(), GPU_CLOCK.counting():
             inputs = self._sets[0][0]
             rows = sample_rows(inputs.problem, seed)
-            if self._budget is None:
-                self._budget = Budget(inputs, rows=rows)
-            return self.check_rows(inputs, config, rows, self._budget)
+            key = (self._prepared, seed)
+            if key not in self._budgets:
+                if len(self._budgets) == BUDGETS_KEPT:
+                    self._budgets.clear()
+                self._budgets[key] = Budget(inputs, rows=rows)
+            return self.check_rows(inputs, config, rows, self._budgets[key])
 
     def arm(self, config: Config, cap_us: float) -> None:
         with _failures():

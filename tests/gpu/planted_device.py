@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 
 import torch
 import triton
@@ -90,3 +91,16 @@ class PlantedDevice(CudaDevice):
 
     def allocated_bytes(self):
         return torch.cuda.memory_allocated()
+
+
+class CompilerlessDevice(PlantedDevice):
+    """One that starts no other program: ptxas or a C compiler is a failure."""
+
+    def __init__(self, faults, index=0):
+        super().__init__(faults, index)
+        assert triton.runtime.driver.active.utils  # what is compiled once for all kernels
+
+        def refuse(*command, **_):
+            raise RuntimeError(f"a program was started: {command}")
+
+        subprocess.Popen = refuse

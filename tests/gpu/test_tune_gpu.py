@@ -3,18 +3,19 @@
 import os
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 
 import pytest
 import torch
-from planted_device import HELD_BYTES, PlantedDevice
+from planted_device import HELD_BYTES, CompilerlessDevice, PlantedDevice
 
 from autoflash.child import Child, Failure
 from autoflash.effort import EFFORTS
 from autoflash.families import family_of
 from autoflash.gpu import detect
 from autoflash.groups import groups_of
-from autoflash.pool import TritonCompiler
+from autoflash.pool import CompilePool, TritonCompiler
 from autoflash.problem import Problem
 from autoflash.search.random import random
 from autoflash.store import Store
@@ -135,3 +136,20 @@ def test_a_search_leaves_cuda_alone_in_its_own_process(tmp_path):  # case B30
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=300)
+
+
+def test_a_first_launch_after_the_pool_runs_no_compiler(tmp_path, monkeypatch):
+    gpu = detect()
+    environment = {"TRITON_CACHE_DIR": str(tmp_path)}
+    configs = [tried(DECODE, gpu)[0], tried(PROBLEM, gpu)[0]]
+    with closing(CompilePool(TritonCompiler, 2, environment=environment)) as pool:
+        pairs = list(zip((DECODE, PROBLEM), configs, strict=True))
+        for future in [pool.submit([problem], config, gpu) for problem, config in pairs]:
+            future.result()
+    child = Child(partial(CompilerlessDevice, {}), environment)
+    for problem, config in pairs:
+        child.call("check", problem, config, 0, deadline_s=120)
+        child.call("prepare", problem, 0, deadline_s=120)
+        child.call("check_full", config, 0, deadline_s=120)
+        child.call("screen", config, 3, 1e5, 1e9, deadline_s=120)
+    child.close()
