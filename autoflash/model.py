@@ -7,6 +7,7 @@ matters.
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 from autoflash.check import plan_for
@@ -14,12 +15,11 @@ from autoflash.config import Config
 from autoflash.gpu import Gpu
 from autoflash.inputs import make_inputs
 from autoflash.kernel import new_outputs
+from autoflash.occupancy import occupancy
 from autoflash.problem import Problem
 from autoflash.records import Resources
 from autoflash.roofline import floor
 
-RESERVED_SMEM = 1024  # of each block, by the driver
-MOST_BLOCKS_PER_SM = 32
 # Guesses; the order is little moved by half or twice as much.
 HALF_HIDING = 16.0  # resident warps times stages in flight that reach half the products' peak
 HALF_IN_FLIGHT = 24 * 1024  # bytes in flight on a multiprocessor that reach half the memory's rate
@@ -33,29 +33,40 @@ def predicted_us(problem: Problem, config: Config, resources: Resources, gpu: Gp
 
     What `resources` leaves open is guessed from the tiles.
     """
-    programs, warps, stages, launches = _launched(problem, config, gpu)
+    work = launched(problem, config, gpu)
+    programs, warps = work.programs, work.warps
     busiest = math.ceil(programs / gpu.num_sms)  # programs of the multiprocessor that ends last
-    fits = _resident_blocks(_completed(resources, problem, config), warps, gpu)
+    fits = occupancy(_completed(resources, problem, config), warps, gpu).blocks
     resident = min(fits, busiest)
     least = floor(problem, gpu)
     flop_rate = (gpu.tflops_16bit or 1) * (1e6 if problem.dtype != "fp32" else 1e6 / 16)
-    compute_us = least.flops / flop_rate * _padding(problem, config) / _reuse(config)
+    compute_us = least.flops / flop_rate * padding(problem, config) / _reuse(config)
     compute_us *= busiest * gpu.num_sms / programs
-    compute_us *= 1 + HALF_HIDING / (resident * warps * stages)
+    compute_us *= 1 + HALF_HIDING / (resident * warps * work.stages)
     if config.as_dict().get("LOAD") == "pointer":
         compute_us *= POINTER_COST
     memory_us = least.bytes_moved / (gpu.dram_gbps or 1) / 1e3
     memory_us /= min(1.0, programs / gpu.num_sms)
     # of the stages one is worked on; a single one is loaded half of the time
-    in_flight = resident * max(stages - 1, 0.5) * _tile_bytes(problem, config)
+    in_flight = resident * max(work.stages - 1, 0.5) * _tile_bytes(problem, config)
     memory_us *= 1 + HALF_IN_FLIGHT / in_flight
     spilled = 1 + SPILL_COST * (resources.spill_bytes or 0)
-    return max(compute_us, memory_us) * spilled + LAUNCH_US * launches
+    return max(compute_us, memory_us) * spilled + LAUNCH_US * work.launches
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a call launches: of the kernel that does the work, and kernels in all."""
+
+    programs: int
+    warps: int  # of a program
+    stages: int
+    launches: int
 
 
 @lru_cache(maxsize=100_000)
-def _launched(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int, int]:
-    """Programs, warps and stages of the kernel that does the work, and how many are launched."""
+def launched(problem: Problem, config: Config, gpu: Gpu) -> Launched:
+    """What the config's plan launches for the problem; asked on tensors without memory."""
     inputs = make_inputs(problem, device="meta", poison=False)
     out, _ = new_outputs(inputs)
     launches = plan_for(inputs, config, gpu, out, None)
@@ -67,12 +78,24 @@ def _launched(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int
         or config.family.startswith(launch[0].__name__)
     )
     consumers = int(config.as_dict().get("WARPGROUPS", 0))
-    return (
-        math.prod(grid),
-        options.get("num_warps", 4) + 4 * consumers,
-        int(config.as_dict().get("num_stages", 2)),
-        len(launches),
+    return Launched(
+        programs=math.prod(grid),
+        warps=options.get("num_warps", 4) + 4 * consumers,
+        stages=int(config.as_dict().get("num_stages", 2)),
+        launches=len(launches),
     )
+
+
+def padding(problem: Problem, config: Config) -> float:
+    """Score elements computed over those that are visible."""
+    rows = problem.seqlen_q if problem.op == "prefill" else problem.group_size * problem.seqlen_q
+    block_m, block_n = _tile(config)
+    keys, sides = max(problem.seqlen_k, 1), problem.window
+    if min(sides) >= 0:
+        keys = min(keys, sum(sides) + 1)
+    padded = math.ceil(rows / block_m) * block_m / rows * math.ceil(keys / block_n) * block_n / keys
+    edges = sum(side >= 0 for side in sides) * (block_m + block_n) / 2 / keys
+    return padded * (1 + edges)
 
 
 def _completed(resources: Resources, problem: Problem, config: Config) -> Resources:
@@ -100,33 +123,6 @@ def _tile_bytes(problem: Problem, config: Config) -> int:
     """Bytes of one tile of K and V."""
     width = problem.head_dim + problem.head_dim_v
     return int(config.as_dict().get("BLOCK_N", 64)) * width * problem.kv_dtype_bytes
-
-
-def _resident_blocks(resources: Resources, warps: int, gpu: Gpu) -> int:
-    """Blocks that fit on a multiprocessor at once."""
-    threads = 32 * warps
-    registers = math.ceil((resources.registers or 128) / 8) * 8  # they are dealt by eights
-    return max(
-        1,
-        min(
-            gpu.registers_per_sm // (registers * threads),
-            gpu.smem_per_sm // ((resources.smem_bytes or 0) + RESERVED_SMEM),
-            gpu.threads_per_sm // threads,
-            MOST_BLOCKS_PER_SM,
-        ),
-    )
-
-
-def _padding(problem: Problem, config: Config) -> float:
-    """Score elements computed over those that are visible."""
-    rows = problem.seqlen_q if problem.op == "prefill" else problem.group_size * problem.seqlen_q
-    block_m, block_n = _tile(config)
-    keys, sides = max(problem.seqlen_k, 1), problem.window
-    if min(sides) >= 0:
-        keys = min(keys, sum(sides) + 1)
-    padded = math.ceil(rows / block_m) * block_m / rows * math.ceil(keys / block_n) * block_n / keys
-    edges = sum(side >= 0 for side in sides) * (block_m + block_n) / 2 / keys
-    return padded * (1 + edges)
 
 
 def _reuse(config: Config) -> float:

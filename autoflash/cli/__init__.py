@@ -12,6 +12,7 @@ import typer
 from autoflash import __version__
 from autoflash.cli import db
 from autoflash.cli.doctor import doctor
+from autoflash.cli.explain import explain
 from autoflash.cli.export import export
 from autoflash.cli.query import query
 from autoflash.cli.render import render
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-for command in (tune, export, query, render, space, schema, doctor):
+for command in (tune, export, query, explain, render, space, schema, doctor):
     app.command()(command)
 app.add_typer(db.app, name="db")
 

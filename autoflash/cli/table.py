@@ -1,7 +1,8 @@
-"""Rows on stdout: a table for people, JSON or CSV for scripts."""
+"""Rows on stdout: a table for people, JSON, CSV or Parquet for scripts."""
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 WIDEST = 200  # of a cell in a table: all knobs of a family, the beginning of an error
@@ -43,6 +44,26 @@ def print_rows_as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> No
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(names)
     writer.writerows(rows)
+
+
+def write_rows_as_parquet(names: Sequence[str], rows: Sequence[Sequence[Any]], path: Path) -> None:
+    """A Parquet file with a column for each name. Raises AutoflashError where that cannot be."""
+    from importlib import import_module
+
+    from autoflash.errors import AutoflashError
+
+    try:
+        pyarrow: Any = import_module("pyarrow")
+        parquet: Any = import_module("pyarrow.parquet")
+    except ImportError:
+        raise AutoflashError("--parquet needs pyarrow: pip install 'autoflash[parquet]'") from None
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+    try:
+        parquet.write_table(pyarrow.table(columns), path)
+    except OSError as error:
+        raise AutoflashError(f"{path}: cannot be written: {error.strerror or error}") from None
+    except pyarrow.ArrowInvalid as error:  # sqlite lets a column hold numbers and text
+        raise AutoflashError(f"{path}: no Parquet for these rows: {error}") from None
 
 
 def _cell(value: Any) -> str:

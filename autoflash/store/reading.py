@@ -29,6 +29,20 @@ JOIN configs ON configs.id = trials.config_id
 JOIN kernels ON kernels.id = trials.kernel_id
 """
 
+DECISIONS_SQL = f"""
+SELECT
+  decisions.run_id, decisions.winner_us, decisions.source, decisions.decided_at,
+  configs.family, configs.knobs_json,
+  {RUN_COLUMNS.strip()},{PROBLEM_COLUMNS}
+FROM decisions
+JOIN runs ON runs.id = decisions.run_id
+JOIN gpus ON gpus.id = runs.gpu_id
+JOIN toolchains ON toolchains.id = runs.toolchain_id
+JOIN problems ON problems.id = decisions.problem_id
+JOIN configs ON configs.id = decisions.winner_config_id
+ORDER BY decisions.decided_at, decisions.id
+"""
+
 IDENTITY_COLUMNS = ("name", "arch", "num_sms", "memory_gib", "mig_profile")
 
 

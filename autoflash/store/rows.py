@@ -9,7 +9,7 @@ from autoflash.store.fields import plain_fields, to_plain
 from autoflash.store.foreign import foreign_reason
 from autoflash.store.knobs import config_object, timed_object, to_json
 from autoflash.store.overlay import overlay
-from autoflash.store.reading import TRIALS_SQL, Row, rows
+from autoflash.store.reading import DECISIONS_SQL, TRIALS_SQL, Row, rows
 from autoflash.store.store import Store, shipped_winners
 from autoflash.toolchain import Toolchain
 
@@ -56,6 +56,14 @@ def trial_rows(store: Store, here: Mapping[str, Any]) -> Iterator[Row]:
     for row in rows(store.conn, TRIALS_SQL + "ORDER BY trials.id"):
         row["foreign"] = foreign_reason(row, here)
         yield {column: row[column] for column in TRIAL_COLUMNS}
+
+
+def decision_rows(store: Store | None) -> Iterator[Row]:
+    """Every decision, oldest first, the shipped ones before the user's; `run_id` None for those."""
+    for winner in sorted(shipped_winners(), key=lambda each: each.decided_at):
+        yield {**_flat(winner), "run_id": None}
+    if store:
+        yield from rows(store.conn, DECISIONS_SQL)
 
 
 def _flat(winner: Winner) -> Row:

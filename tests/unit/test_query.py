@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import sqlite3
+import sys
 from dataclasses import replace
 
 import pytest
@@ -265,6 +266,38 @@ def test_a_question_in_sql_is_answered_in_its_own_columns(db):
     assert len(rows("--db", db, "--sql", recursive + "SELECT i FROM n")) == 3
 
 
+def test_failures_are_grouped_by_reason(db):
+    with Store.open(db) as store:
+        for place, line in ((1, 3), (2, 44)):
+            error = f"line {line}:\n\tno [b]dot[/b]"
+            told = {"us": None, "status": "compile", "error": error, "place": place}
+            store.record_trial(run(store), trial(PAGED, **told))
+    (row,) = rows("--db", db, "--failures", "--batch", 8)
+    assert (row["reason"], row["candidates"], row["problems"]) == ("line #:", 2, 1)
+    assert row["example"] == ERROR
+    assert rows("--db", db, "--failures", "--op", "prefill") == []
+
+
+def test_parquet_holds_what_csv_holds(db, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "rows.parquet"
+    result = ask("--db", db, "--trials", "--parquet", file)
+    assert (result.stdout, result.stderr) == ("", f"notice: {file}: 3 rows\n")
+    found = parquet.read_table(file).to_pylist()
+    assert [row["median_us"] for row in found] == [7.0, None, 9.0]
+    assert found[1]["error"] == ERROR and found[0]["causal"] == 1
+    assert list(found[0]) == ask("--db", db, "--trials", "--csv").stdout.splitlines()[0].split(",")
+    nowhere = ask("--db", db, "--parquet", tmp_path / "no" / "rows.parquet")
+    assert "cannot be written" in str(nowhere.exception)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(db, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = ask("--db", db, "--parquet", tmp_path / "rows.parquet")
+    assert str(result.exception) == ("--parquet needs pyarrow: pip install 'autoflash[parquet]'")
+    assert not (tmp_path / "rows.parquet").exists()
+
+
 WRONG_SQL = {
     "an unknown column": ("SELECT nope FROM winners", "no such column: nope"),
     "an unknown table": ("SELECT 1 FROM nope", "no such table: nope"),
@@ -308,6 +341,14 @@ def test_sql_can_only_read(db, sql, monkeypatch, tmp_path):
         ["--sql", "SELECT 1", "--contiguous"],
         ["--status", "correct"],
         ["--json", "--csv"],
+        ["--csv", "--parquet", "x.parquet"],
+        ["--trials", "--failures"],
+        ["--diff", "run", "--failures"],
+        ["--diff", "speed"],
+        ["--between", "1,2"],
+        ["--diff", "gpu", "--gpu", "H200"],
+        ["--diff", "run", "--family", "decode"],
+        ["--sql", "SELECT 1", "--diff", "run"],
         ["--limit", "0"],
         ["--batch", "-1"],
         ["--op", "forward"],
