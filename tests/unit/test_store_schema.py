@@ -4,7 +4,6 @@ import sqlite3
 from dataclasses import fields
 
 import pytest
-import yaml
 from store_samples import H200, PROBLEM, TOOLCHAIN, decision, run, trial
 
 from autoflash.gpu import Gpu
@@ -118,17 +117,3 @@ def test_problems_configs_and_gpus_are_stored_once(store):
         store.record_trial(run(store), trial(PROBLEM))
     for table in ("gpus", "toolchains", "kernels", "problems", "configs"):
         assert store.conn.execute(f"SELECT count(*) FROM {table}").fetchone() == (1,)
-
-
-def test_every_question_of_datasette_is_one_that_the_schema_answers(store):
-    (database,) = yaml.safe_load((tunedb_dir() / "datasette.yaml").read_text())[
-        "databases"
-    ].values()
-    store.record_trial(run(store), trial(us=None, status="compile", error="no"))
-    store.record_trial(run(store), trial())
-    store.record_decision(run(store), decision())
-    asked = {"gpu": "H200", "op": "decode"}
-    for question in database["queries"].values():
-        assert len(store.conn.execute(question["sql"], asked).fetchall()) == 1
-    for table, shown in database["tables"].items():
-        assert set(shown["facets"]) <= set(columns(store, table))
