@@ -15,6 +15,9 @@ from autoflash.problem import title
 from autoflash.records import Clocks, Resources, Trial, Winner
 from autoflash.roofline import Floor, floor
 from autoflash.runtime.problem import PROBLEM_FIELDS
+from autoflash.store import Store, overlaid_winners
+from autoflash.store.fields import to_plain
+from autoflash.store.reading import Row
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,28 @@ def explain(winner: Winner, trials: Sequence[Trial] = ()) -> Explanation:
         failures=tuple(failures(counted)),
         candidates=len({trial.config for trial in counted}) or len(finals),
     )
+
+
+def explanations(
+    store: Store | None, keep: Callable[[Row], bool]
+) -> tuple[list[Explanation], list[str]]:
+    """Of the measured winners that count and that `keep` keeps, in order; and who is left out.
+
+    `keep` sees the fields of the problem, the GPU's name as `gpu`, and the winner's `family`. Left
+    out with the reason is a winner that the families refuse as they are now.
+    """
+    told, left_out = [], []
+    for winner in overlaid_winners(store):
+        decision = winner.decision
+        row = {**to_plain(decision.problem), "gpu": winner.gpu.name}
+        if decision.source != "measured" or not keep(row | {"family": decision.winner.family}):
+            continue
+        trials = store.trials(winner.gpu, winner.toolchain, decision.problem) if store else []
+        try:
+            told.append(explain(winner, trials))
+        except UnsupportedError as error:
+            left_out.append(str(error))
+    return told, left_out
 
 
 def best_times(trials: Iterable[Trial]) -> dict[Config, float]:

@@ -16,6 +16,7 @@ from autoflash.cli.explain import explain
 from autoflash.cli.export import export
 from autoflash.cli.query import query
 from autoflash.cli.render import render
+from autoflash.cli.report import report
 from autoflash.cli.schema import schema
 from autoflash.cli.space import space
 from autoflash.cli.tune import tune
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-for command in (tune, export, query, explain, render, space, schema, doctor):
+for command in (tune, export, query, explain, report, render, space, schema, doctor):
     app.command()(command)
 app.add_typer(db.app, name="db")
 

@@ -1,6 +1,7 @@
 """`autoflash explain`: why a winner won; of several, each in a line."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -92,51 +93,20 @@ def explain(
         notice("no winners are what was asked for")
 
 
-def explained(db: Any, filters: Filters) -> "list[Explanation]":
-    """The explanations of the measured winners that the filters leave, in the order of winners.
-
-    A winner that the families refuse as they are now is left out with a notice.
-    """
-    from autoflash.errors import UnsupportedError
-    from autoflash.explain import explain as explanation_of
+def explained(db: Path | None, filters: Filters) -> "list[Explanation]":
+    """The explanations of the winners that the filters leave; who is left out is noticed."""
+    from autoflash.explain import explanations
     from autoflash.store import Store, users_database
 
     if db is None and users_database() is None:
         notice("you have no database yet: shipped winners only")
-        store = None
+        told, left_out = explanations(None, filters.match)
     else:
-        store = Store.open(db, readonly=True)
-    told = []
-    try:
-        for winner in _wanted(store, filters):
-            held = winner.decision.problem
-            trials = store.trials(winner.gpu, winner.toolchain, held) if store else []
-            try:
-                told.append(explanation_of(winner, trials))
-            except UnsupportedError as error:
-                notice(f"left out: {error}")
-    finally:
-        if store:
-            store.close()
+        with Store.open(db, readonly=True) as store:
+            told, left_out = explanations(store, filters.match)
+    for reason in left_out:
+        notice(f"left out: {reason}")
     return told
-
-
-def _wanted(store: Any, filters: Filters) -> "list[Winner]":
-    from autoflash.store import overlaid_winners
-    from autoflash.store.fields import to_plain
-
-    return [
-        winner
-        for winner in overlaid_winners(store)
-        if winner.decision.source == "measured"
-        and filters.match(
-            {
-                **to_plain(winner.decision.problem),
-                "gpu": winner.gpu.name,
-                "family": winner.decision.winner.family,
-            }
-        )
-    ]
 
 
 def _summary(number: int, one: "Explanation") -> tuple[Any, ...]:

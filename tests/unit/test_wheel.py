@@ -51,7 +51,7 @@ def test_it_holds_every_module_template_and_winner_and_nothing_else(wheel):
 
 
 def package_files() -> list[Path]:
-    return list((ROOT / "autoflash").rglob("*.py"))
+    return [path for end in ("py", "html") for path in (ROOT / "autoflash").rglob(f"*.{end}")]
 
 
 def files_under(folder: str) -> list[str]:
