@@ -159,6 +159,18 @@ def compile_candidate(problem: Problem, config: Config, gpu: Gpu) -> Resources:
     )
 
 
+def kernel_resources(problem: Problem, config: Config, gpu: Gpu) -> list[tuple[Resources, int]]:
+    """What each kernel of the problem's plan takes, and its warps, in the plan's order.
+
+    Compiles as `compile_candidate` does, and raises CompileError.
+    """
+    kernels, _ = _compiled(problem, config, gpu, with_lse=False, wide_rows=False)
+    return [
+        (Resources(*_resources(kernel, gpu), kernel.metadata.shared), kernel.metadata.num_warps)
+        for kernel in kernels
+    ]
+
+
 def precompile(
     problem: Problem, config: Config, gpu: Gpu, with_lse: bool, wide_rows: bool = False
 ) -> None:

@@ -105,6 +105,26 @@ class Winner:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """What one kernel of a config's call takes, and what a profiler saw of it; else None.
+
+    `occupancy_percent` is theoretical: resident warps of those that a multiprocessor can hold. The
+    others are means over a launch: warps that were resident, and memory and tensor cores at work.
+    """
+
+    kernel: str
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    warps: int
+    programs: int
+    occupancy_percent: float
+    achieved_percent: float | None = None
+    dram_percent: float | None = None
+    tensor_percent: float | None = None
+
+
+@dataclass(frozen=True)
 class ExportedProblem:
     """A tuned problem of an exported module, the config that serves it there, and what that loses.
 

@@ -311,3 +311,23 @@ FROM timed
 JOIN problems ON problems.id = timed.problem_id
 JOIN configs ON configs.id = timed.config_id
 WHERE timed.before_us IS NULL OR timed.median_us < timed.before_us;
+
+CREATE TABLE profiles (
+  gpu_id INTEGER NOT NULL REFERENCES gpus (id),
+  toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+  problem_id INTEGER NOT NULL REFERENCES problems (id),
+  config_id INTEGER NOT NULL REFERENCES configs (id),
+  kernel_id INTEGER NOT NULL REFERENCES kernels (id),
+  kernel TEXT NOT NULL,
+  registers INTEGER NOT NULL,
+  spill_bytes INTEGER NOT NULL,
+  smem_bytes INTEGER NOT NULL,
+  warps INTEGER NOT NULL,
+  programs INTEGER NOT NULL,
+  occupancy_percent REAL NOT NULL,
+  achieved_percent REAL,
+  dram_percent REAL,
+  tensor_percent REAL,
+  profiled_at TEXT NOT NULL,
+  PRIMARY KEY (gpu_id, toolchain_id, problem_id, config_id, kernel_id, kernel, profiled_at)
+) STRICT;

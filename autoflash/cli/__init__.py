@@ -14,6 +14,7 @@ from autoflash.cli import db
 from autoflash.cli.doctor import doctor
 from autoflash.cli.explain import explain
 from autoflash.cli.export import export
+from autoflash.cli.profile import profile
 from autoflash.cli.query import query
 from autoflash.cli.render import render
 from autoflash.cli.report import report
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-for command in (tune, export, query, explain, report, render, space, schema, doctor):
+for command in (tune, export, query, explain, profile, report, render, space, schema, doctor):
     app.command()(command)
 app.add_typer(db.app, name="db")
 

@@ -38,7 +38,11 @@ REFERENCES = {
     "kernel_id": "kernels",
     "export_id": "exports",
 }
-MADE_ONCE = ("run_problems", "exported_problems")  # told apart by their primary key alone
+MADE_ONCE = (
+    "run_problems",
+    "exported_problems",
+    "profiles",
+)  # told apart by their primary key alone
 
 
 @dataclass(frozen=True)

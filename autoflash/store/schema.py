@@ -259,6 +259,35 @@ def m006_windows_and_modifiers(db: Database) -> None:
         db.execute(statement.strip())
 
 
+# What a profiler saw of a kernel of a config; NULL where there was none.
+PROFILES = """
+CREATE TABLE profiles (
+  gpu_id INTEGER NOT NULL REFERENCES gpus (id),
+  toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+  problem_id INTEGER NOT NULL REFERENCES problems (id),
+  config_id INTEGER NOT NULL REFERENCES configs (id),
+  kernel_id INTEGER NOT NULL REFERENCES kernels (id),
+  kernel TEXT NOT NULL,
+  registers INTEGER NOT NULL,
+  spill_bytes INTEGER NOT NULL,
+  smem_bytes INTEGER NOT NULL,
+  warps INTEGER NOT NULL,
+  programs INTEGER NOT NULL,
+  occupancy_percent REAL NOT NULL,
+  achieved_percent REAL,
+  dram_percent REAL,
+  tensor_percent REAL,
+  profiled_at TEXT NOT NULL,
+  PRIMARY KEY (gpu_id, toolchain_id, problem_id, config_id, kernel_id, kernel, profiled_at)
+) STRICT
+"""
+
+
+@MIGRATIONS()
+def m007_profiles(db: Database) -> None:
+    db.execute(PROFILES.strip())
+
+
 def known_migrations() -> set[str]:
     """The names of every migration of this program."""
     with Database(memory=True) as empty:

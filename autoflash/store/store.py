@@ -9,7 +9,7 @@ from typing import Self
 
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
-from autoflash.records import Decision, ExportedProblem, Trial, Winner
+from autoflash.records import Decision, ExportedProblem, Profile, Trial, Winner
 from autoflash.store import reading, writing
 from autoflash.store.opening import open_for_reading, open_for_writing, told, transaction
 from autoflash.store.overlay import overlay
@@ -108,6 +108,13 @@ class Store:
         """The id of the export's row; its problems are stored with it."""
         with self._writing():
             return writing.add_export(self.conn, module_sha256, most_configs, exported)
+
+    def record_profiles(
+        self, winner: Winner, toolchain: Toolchain, profiles: Sequence[Profile]
+    ) -> None:
+        """What the kernels of a winner take, compiled with a toolchain."""
+        with self._writing():
+            writing.add_profiles(self.conn, winner, toolchain, profiles)
 
     def trials(
         self,

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from autoflash.config import Config
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
-from autoflash.records import Decision, ExportedProblem, Trial, Winner
+from autoflash.records import Decision, ExportedProblem, Profile, Trial, Winner
 from autoflash.store.fields import Plain, to_plain
 from autoflash.store.knobs import config_object, timed_object, to_json
 from autoflash.toolchain import Toolchain
@@ -204,6 +204,27 @@ def add_export(
             },
         )
     return export
+
+
+def add_profiles(
+    conn: sqlite3.Connection, winner: Winner, toolchain: Toolchain, profiles: Sequence[Profile]
+) -> None:
+    """What the kernels of a winner take with a toolchain, all of one moment."""
+    decision, profiled_at = winner.decision, now()
+    for profile in profiles:
+        insert(
+            conn,
+            "profiles",
+            {
+                "gpu_id": gpu_id(conn, winner.gpu),
+                "toolchain_id": toolchain_id(conn, toolchain),
+                "problem_id": problem_id(conn, decision.problem),
+                "config_id": config_id(conn, decision.winner),
+                "kernel_id": kernel_id(conn, decision.winner.family, decision.kernel_digest),
+                **to_plain(profile),
+                "profiled_at": profiled_at,
+            },
+        )
 
 
 def _without_nan(trial: Trial) -> Trial:

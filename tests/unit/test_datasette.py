@@ -30,6 +30,7 @@ def file(tmp_path_factory) -> Path:
         store.record_trial(first, trial(us=8.0, resources=spilling))
         store.record_trial(first, trial(OTHER, us=20.0, resources=spilling))
         store.record_trial(first, trial(us=10.0, place=1))
+        store.record_trial(first, trial(us=1.0, place=1, regime="eager"))
         store.record_trial(first, replace(trial(us=16.0), config=FAR))
         store.record_trial(first, trial(us=None, place=3, status="compile", error="no"))
         store.record_decision(first, decision(us=8.0))
@@ -69,7 +70,7 @@ ANSWERS = {
     "neighbours": ({"decision": 1}, {"knob": "num_warps", "instead": 2, "us": 10.0}),
     "anytime_of_a_run": ({"run": 1}, {"best_us": 8.0, "op": "decode"}),
     "exports": ({}, {"module": "5d" * 6, "problems": 1, "worst_unseen_loses_percent": 50.0}),
-    "waiting": ({}, {"gpu": "NVIDIA H200", "runs": 1, "trials": 5}),
+    "waiting": ({}, {"gpu": "NVIDIA H200", "runs": 1, "trials": 6}),
 }
 
 
@@ -86,6 +87,13 @@ def test_a_question_is_answered(file, question, values, part):
 def test_only_the_latest_winner_that_spills_is_told(file):
     """The winner at batch 1 spilled too, and a later run's does not."""
     assert [row["batch"] for row in asked(file, "spilling_winners")] == [8]
+
+
+def test_only_what_differs_as_asked_is_compared(file):
+    """The A100's newer triton is not compared with the H200's older one, nor a GPU with itself."""
+    assert len(asked(file, "tritons_compared", first="3.5.1", second="3.6.0")) == 1
+    every = asked(file, "gpus_compared", first="NVIDIA", second="NVIDIA")
+    assert every and all(row["first"] != row["second"] for row in every)
 
 
 def test_neighbours_are_one_knob_away_and_failures_have_no_time(file):

@@ -238,5 +238,8 @@ def test_rows_of_trials_are_grouped_over_problems(db):
     with Store.open(db) as store:
         more = replace(told_by_a_search()[4], problem=replace(PROBLEM, batch=4))
         store.record_trial(1, replace(more, error="line 7: no"))
+        mended = replace(more, problem=replace(PROBLEM, batch=2))
+        store.record_trial(1, mended)
+        store.record_trial(1, trial(mended.config, 9.0, problem=mended.problem))
         (row,) = grouped_failures(trial_rows(store, {}))
     assert (row["reason"], row["candidates"], row["problems"]) == ("line #: no", 2, 2)

@@ -1,0 +1,171 @@
+"""`autoflash profile`: what the kernels of a winner take, and what ncu sees of them."""
+
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoflash.cli.explain import explained
+from autoflash.cli.filters import (
+    AsCsv,
+    Count,
+    Database,
+    Filters,
+    Length,
+    OfDtype,
+    OfFamily,
+    OfGpu,
+    OfOp,
+    Paged,
+)
+from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.options import AsJson
+from autoflash.cli.table import print_rows_as_csv, print_rows_as_json, print_table
+
+if TYPE_CHECKING:
+    from autoflash.explain import Explanation
+    from autoflash.records import Profile
+
+SUMMARY = (
+    *("number", "gpu", "problem", "family", "knobs", "registers", "spill_bytes", "smem_bytes"),
+    *("occupancy_percent", "bound_by", "programs"),
+)
+
+
+def profile(
+    gpu: OfGpu = None,
+    op: OfOp = None,
+    dtype: OfDtype = None,
+    head_dim: Count = None,
+    num_heads: Count = None,
+    num_kv_heads: Count = None,
+    batch: Count = None,
+    seqlen_q: Count = None,
+    seqlen_k: Length = None,
+    paged: Paged = None,
+    family: OfFamily = None,
+    number: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of several winners, this one.")
+    ] = None,
+    db: Database = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Compile a winner's kernels and tell registers, spills, shared memory and occupancy.
+
+    On its GPU ncu, where it is installed, adds achieved occupancy and use of memory and tensor
+    cores. All of it is stored. Several winners are a line each, as their trials recorded them; one
+    of them is chosen by --number.
+    """
+    if as_json and as_csv:
+        raise typer.BadParameter("--json or --csv, not both")
+    from autoflash.errors import StoreError
+
+    filters = Filters.of(
+        gpu,
+        paged,
+        op=op,
+        dtype=dtype,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        family=family,
+    )
+    with store_warnings_told():
+        found = list(enumerate(explained(db, filters), 1))
+    if number is not None and number > len(found):
+        raise StoreError(f"--number {number}: {len(found)} winners are what was asked for")
+    if number is not None:
+        found = found[number - 1 : number]
+    if len(found) == 1:
+        names, rows = _one(db, found[0][1])
+    else:
+        names, rows = SUMMARY, [_summary(place, one) for place, one in found]
+        if found:
+            notice("as recorded; --number N, or filters that leave one winner, compile it")
+    if as_json:
+        print_rows_as_json(names, rows)
+    elif as_csv:
+        print_rows_as_csv(names, rows)
+    elif rows:
+        print_table(names, rows)
+    else:
+        notice("no winners are what was asked for")
+
+
+def _one(db: Path | None, one: "Explanation") -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    from autoflash.kernel import CompileError
+    from autoflash.problem import title
+    from autoflash.profile import NotProfiled, watched
+    from autoflash.profile import profile as taken
+    from autoflash.records import Profile
+
+    decision, gpu = one.winner.decision, one.winner.gpu
+    notice(f"{title(decision.problem)}, on {gpu.name}: {decision.winner}")
+    try:
+        profiles = taken(decision.problem, decision.winner, gpu)
+    except CompileError as error:
+        from autoflash.errors import AutoflashError
+
+        raise AutoflashError(f"it does not compile here: {error}") from None
+    try:
+        _refuse_another_gpu(gpu.identity)
+        profiles = watched(profiles, decision.problem, decision.winner)
+    except NotProfiled as reason:
+        notice(f"not profiled: {reason}")
+    for each in profiles:
+        if each.spill_bytes:
+            notice(f"{each.kernel} spills {each.spill_bytes} bytes a thread")
+    _record(db, one, profiles)
+    return tuple(field.name for field in fields(Profile)), [astuple(each) for each in profiles]
+
+
+def _refuse_another_gpu(identity: tuple[Any, ...]) -> None:
+    """Raises NotProfiled unless the winner's GPU type is here."""
+    from autoflash.gpu import cuda_available, detect
+    from autoflash.profile import NotProfiled
+
+    if not cuda_available():
+        raise NotProfiled("no GPU is here")
+    if detect().identity != identity:
+        raise NotProfiled("another GPU type is here")
+
+
+def _record(db: Path | None, one: "Explanation", profiles: "list[Profile]") -> None:
+    """Store the profiles in the database that was asked, which may be one nobody may write."""
+    from autoflash.errors import StoreError
+    from autoflash.store import Store, users_database
+    from autoflash.toolchain import detect_toolchain
+
+    path = db or users_database()
+    if path is None:
+        return
+    try:
+        with Store.open(path) as store:
+            store.record_profiles(one.winner, detect_toolchain(), profiles)
+    except StoreError as error:
+        notice(f"the profile is not recorded: {error}")
+
+
+def _summary(number: int, one: "Explanation") -> tuple[Any, ...]:
+    from autoflash.problem import title
+
+    decision, took, limits = one.winner.decision, one.resources, one.limits
+    known = took.registers is not None
+    return (
+        number,
+        one.winner.gpu.name,
+        title(decision.problem),
+        decision.winner.family,
+        " ".join(f"{name}={value}" for name, value in decision.winner.knobs),
+        took.registers,
+        took.spill_bytes,
+        took.smem_bytes,
+        round(limits.occupancy.percent, 1) if known else None,
+        limits.occupancy.binds if known else None,
+        limits.programs,
+    )
