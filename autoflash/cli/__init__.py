@@ -21,6 +21,7 @@ from autoflash.cli.report import report
 from autoflash.cli.schema import schema
 from autoflash.cli.space import space
 from autoflash.cli.tune import tune
+from autoflash.cli.workload import workload
 from autoflash.errors import AutoflashError
 from autoflash.runtime.problem import ProblemError
 
@@ -30,7 +31,19 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-for command in (tune, export, query, explain, profile, report, render, space, schema, doctor):
+for command in (
+    tune,
+    export,
+    query,
+    explain,
+    profile,
+    report,
+    render,
+    space,
+    workload,
+    schema,
+    doctor,
+):
     app.command()(command)
 app.add_typer(db.app, name="db")
 

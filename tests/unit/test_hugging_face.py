@@ -1,0 +1,237 @@
+"""Workloads of models: what their config.json asks of attention, and what is not served."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from autoflash.cli import app
+from autoflash.errors import WorkloadError
+from autoflash.hugging_face import Shapes, import_config
+from autoflash.workload import load_workload
+
+# What the published configs say of attention, with fewer layers.
+LLAMA = {
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 4096}
+QWEN = LLAMA | {
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "hidden_size": 3584,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+QWEN3 = LLAMA | {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+}
+GEMMA2 = LLAMA | {
+    "model_type": "gemma2",
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "num_hidden_layers": 42,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+}
+GEMMA3 = {
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "text_config": LLAMA
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "num_hidden_layers": 12,
+    },
+}
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v3",
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+FEW = Shapes((1,), (512, 8192), (8,), (1024, 8192), (16,))
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """The problems of a config, and what is noticed."""
+
+    def of(config, shapes=FEW, tensor_parallel=1):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        found = import_config(path, shapes, tensor_parallel)
+        file = tmp_path / "workload.yaml"
+        file.write_text(found.text)
+        return load_workload(file).problems, found.notices
+
+    return of
+
+
+def test_llama_is_served_whole(imported):
+    problems, notices = imported(LLAMA)
+    assert notices == ()
+    assert {weight for _, weight in problems} == {32}
+    shapes = [(p.op, p.batch, p.seqlen_q, p.seqlen_k, p.page_size) for p, _ in problems]
+    assert shapes == [
+        ("prefill", 1, 512, 512, 0),
+        ("prefill", 1, 8192, 8192, 0),
+        ("decode", 8, 1, 1024, 16),
+        ("decode", 8, 1, 8192, 16),
+    ]
+    heads = {(p.num_heads, p.num_kv_heads, p.head_dim, p.dtype) for p, _ in problems}
+    assert heads == {(32, 8, 128, "bf16")}
+
+
+def test_the_window_of_mistral_counts_the_query_itself(imported):
+    problems, notices = imported(MISTRAL)
+    windows = [(p.op, p.seqlen_k, p.window_left) for p, _ in problems]
+    assert windows == [("prefill", 512, -1), ("prefill", 8192, 4095), ("decode", 1024, -1)]
+    assert notices == ("decode of 32 layers is not served beyond 4096 keys: it has no window yet",)
+    assert not any(p.windowed for p, _ in imported(MISTRAL | {"sliding_window": None})[0])
+
+
+def test_qwen_slides_only_where_it_says_so(imported):
+    problems, notices = imported(QWEN)
+    assert notices == () and not any(p.windowed for p, _ in problems)
+    assert {(p.num_heads, p.num_kv_heads, p.head_dim) for p, _ in problems} == {(28, 4, 128)}
+    sliding = QWEN | {"use_sliding_window": True, "sliding_window": 512}
+    weights = {
+        (p.op, p.window_left, weight) for p, weight in imported(sliding)[0] if p.seqlen_k > 999
+    }
+    assert weights == {("prefill", -1, 28), ("prefill", 511, 4), ("decode", -1, 28)}
+
+
+def test_a_head_is_as_wide_as_the_config_says(imported):
+    assert {p.head_dim for p, _ in imported(QWEN3)[0]} == {128}
+
+
+def test_gemma_2_caps_scores_and_every_other_layer_slides(imported):
+    problems, notices = imported(GEMMA2)
+    found = {(p.seqlen_k, p.window_left, p.softcap, weight) for p, weight in problems}
+    assert found == {(512, -1, True, 42.0), (8192, -1, True, 21.0), (8192, 4095, True, 21.0)}
+    assert notices == ("decode of 21 layers is not served: it has no softcap yet",) * 2
+
+
+def test_gemma_3_slides_but_in_every_sixth_layer_and_its_text_config_counts(imported):
+    problems, notices = imported(GEMMA3)
+    found = {(p.op, p.seqlen_k, p.window_left): weight for p, weight in problems}
+    assert found["prefill", 8192, 1023] == 10 and found["prefill", 8192, -1] == 2
+    # up to 1024 keys the window hides nothing: these calls are alike
+    assert found["decode", 1024, -1] == 12 and found["decode", 8192, -1] == 2
+    assert notices == ("decode of 10 layers is not served beyond 1024 keys: it has no window yet",)
+
+
+def test_gpt_oss_has_sinks(imported):
+    problems, notices = imported(GPT_OSS)
+    assert {(p.window_left, p.sinks, p.head_dim) for p, _ in problems} == {
+        (-1, True, 64),
+        (127, True, 64),
+    }
+    assert notices == ("decode of 2 layers is not served: it has no sinks yet",) * 2
+
+
+def test_latent_attention_is_refused_with_its_widths(imported):
+    with pytest.raises(WorkloadError) as told:
+        imported(DEEPSEEK)
+    assert str(told.value) == (
+        "config.json: kv_lora_rank: latent attention is not served yet: decode reads keys 576 and "
+        "values 512 wide, prefill 192 and 128, and both must be equal and at most 256"
+    )
+
+
+def test_heads_are_dealt_to_gpus_and_few_kv_heads_copied(imported):
+    for gpus, heads in ((4, (8, 2)), (16, (2, 1))):
+        problems, _ = imported(LLAMA, tensor_parallel=gpus)
+        assert {(p.num_heads, p.num_kv_heads) for p, _ in problems} == {heads}
+    with pytest.raises(WorkloadError, match="num_attention_heads: 32 heads cannot be dealt to 3"):
+        imported(LLAMA, tensor_parallel=3)
+
+
+def test_lengths_end_where_the_models_positions_do(imported):
+    short = LLAMA | {"max_position_embeddings": 256, "torch_dtype": None}
+    problems, notices = imported(short)
+    assert {p.seqlen_k for p, _ in problems} == {256}
+    assert notices == ("it does not say its dtype: bf16 is taken",)
+
+
+WRONG = {
+    "no type": ({"model_type": None}, "model_type: is missing"),
+    "an encoder": ({"model_type": "bert"}, "model_type: bert is not known; known are deepseek_v2"),
+    "no heads": ({"num_attention_heads": None}, "num_attention_heads: is missing"),
+    "no number": ({"num_attention_heads": "32"}, "'32' is not a positive integer"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers: 0 is not a positive integer"),
+    "wide heads": ({"head_dim": 512}, "head_dim 512 is not a multiple of 8 from 16 to 256"),
+    "chunks": (
+        {"sliding_window": 8, "layer_types": ["chunked_attention"]},
+        "layer_types: chunked_attention is an attention that is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), WRONG.values(), ids=WRONG)
+def test_a_config_that_does_not_say_its_attention_is_refused(imported, changes, reason):
+    with pytest.raises(WorkloadError) as told:
+        imported(LLAMA | changes)
+    assert str(told.value).startswith("config.json: ") and reason in str(told.value)
+
+
+def ask(*args):
+    return CliRunner().invoke(app, ["workload", *map(str, args)])
+
+
+def test_the_command_writes_a_workload_that_loads(tmp_path):
+    folder = tmp_path / "Llama-3-8B"
+    folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps(MISTRAL))
+    output = tmp_path / "llama.yaml"
+    told = ["--decode-batch", 2, "--decode-batch", 3, "--decode-keys", 777, "--page-size", 0]
+    result = ask(config, "-o", output, *told, "--prefill-tokens", 64, "--tensor-parallel", 2)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    workload = load_workload(output)
+    assert workload.name == "Llama-3-8B"
+    found = [(p.op, p.batch, p.seqlen_k, p.page_size) for p, _ in workload.problems]
+    assert found[2:] == [("decode", 2, 777, 0), ("decode", 3, 777, 0)]
+    assert ask(config, *told, "--prefill-tokens", 64, "--tensor-parallel", 2).stdout == (
+        output.read_text()
+    )
+    assert "not served beyond 4096" in ask(config).stderr
+
+
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
+    def refusal(*args):
+        return str(ask(*args).exception)
+
+    none, text, array = (tmp_path / name for name in ("none.json", "text.json", "array.json"))
+    text.write_text("model_type: llama")
+    array.write_text("[]")
+    assert refusal(none) == f"{none}: No such file or directory"
+    assert refusal(text).startswith("text.json: not JSON: ")
+    assert refusal(array) == "array.json: is no object of a model's config"
+    array.write_text(json.dumps(LLAMA))
+    nowhere = tmp_path / "no" / "w.yaml"
+    assert refusal(array, "-o", nowhere) == f"cannot write {nowhere}: No such file or directory"
+    assert ask(array, "--page-size", -1).exit_code == 2
