@@ -75,7 +75,7 @@ def import_config(path: Path, shapes: Shapes, tensor_parallel: int = 1) -> Impor
         dtype = "bf16"
         notices.append("it does not say its dtype: bf16 is taken")
     longest = config.number("max_position_embeddings")
-    heads = _heads(config, tensor_parallel)
+    heads: dict[str, Any] = _heads(config, tensor_parallel)
     try:
         Problem(op="prefill", dtype=dtype, batch=1, seqlen_q=1, seqlen_k=1, **heads)
     except ProblemError as error:

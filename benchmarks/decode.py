@@ -19,18 +19,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from decode_peers import PEERS, Contender, Maker, autoflash, peer_versions
-from harness import (
-    STEADY,
-    Times,
-    arguments,
-    buffer_sets,
-    case_result,
-    geometric_mean,
-    interleaved,
-    load_module,
-    write_results,
-)
+from decode_peers import PEERS, autoflash
+from harness import arguments, case_result, geometric_mean, load_module, write_results
 from read_floor import fastest_readers
 
 from autoflash.accuracy import Budget, Verdict
@@ -38,8 +28,11 @@ from autoflash.check import picked, sample_rows
 from autoflash.decision import paired_interval
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
+from autoflash.peers import peer_versions
+from autoflash.peers.contender import Contender, Maker, told
 from autoflash.problem import Problem
 from autoflash.roofline import cache_bytes, floor
+from autoflash.turns import STEADY, Times, buffer_sets, interleaved
 from autoflash.workload import load_workload
 
 FOLDER = Path(__file__).parent / "workloads"
@@ -196,12 +189,6 @@ def referee(inputs: Inputs) -> Callable[[torch.Tensor], Verdict]:
     rows = sample_rows(problem, seed=0)
     budget = Budget(inputs, rows=rows)
     return lambda out: budget.judge(picked(problem, out, None, rows)[0], None)
-
-
-def told(error: BaseException) -> str:
-    """The first line of an error, with its type."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def result_of(

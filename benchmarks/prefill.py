@@ -17,19 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import (
-    STEADY,
-    Call,
-    Times,
-    arguments,
-    buffer_sets,
-    case_result,
-    geometric_mean,
-    interleaved,
-    load_module,
-    write_results,
-)
-from prefill_peers import PEERS, Contender, Maker, autoflash, peer_versions, portable
+from harness import arguments, case_result, geometric_mean, load_module, write_results
+from prefill_peers import PEERS, autoflash, portable
 
 from autoflash.accuracy import Budget, Verdict
 from autoflash.bench import event_us
@@ -40,10 +29,13 @@ from autoflash.export import export, write_module
 from autoflash.families import FAMILIES, space
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
+from autoflash.peers import peer_versions
+from autoflash.peers.contender import Contender, Maker, told
 from autoflash.problem import Problem
 from autoflash.roofline import floor
 from autoflash.store import Store, shipped_winners
 from autoflash.store.overlay import overlay
+from autoflash.turns import STEADY, Call, Times, buffer_sets, interleaved
 from autoflash.workload import load_workload
 
 WORKLOAD = Path(__file__).parent / "workloads" / "prefill.yaml"
@@ -226,7 +218,7 @@ def admitted(
     for contender, make in makers.items():
         try:
             made = make(inputs)
-            verdict = judge(made.out(inputs[0]))
+            verdict = judge(made.out())
         except Exception as error:  # a peer may raise anything: it is named with it
             left_out[contender] = told(error)
             continue
@@ -255,12 +247,6 @@ def referee(inputs: Inputs) -> Callable[[torch.Tensor], Verdict]:
         return budget.judge(picked(problem, out, None, rows)[0], None)
 
     return judge
-
-
-def told(error: BaseException) -> str:
-    """The first line of an error, with its type."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def result_of(

@@ -13,8 +13,11 @@ from making import decode_of
 from torch.nn.attention import SDPBackend
 
 from autoflash.inputs import Inputs, make_inputs
+from autoflash.peers import decode as decode_peers
+from autoflash.peers.contender import Contender
 from autoflash.problem import Problem
 from autoflash.reference import eager
+from autoflash.turns import Times
 from autoflash.workload import load_workload
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -219,8 +222,10 @@ def test_every_peer_is_called_so_that_its_result_is_right(
     monkeypatch, decode, peers, changes, absent
 ):
     fake_libraries(monkeypatch)
-    math = {"backend": SDPBackend.MATH}  # cuDNN needs a GPU
-    monkeypatch.setitem(peers.PEERS, "cudnn", lambda inputs: peers.cudnn(inputs, **math))
+    # cuDNN needs a GPU
+    monkeypatch.setitem(
+        peers.PEERS, "cudnn", lambda inputs: decode_peers.sdpa(SDPBackend.MATH, inputs)
+    )
     problem, module = small(**changes), exported()
     inputs = inputs_of(problem)
     module.known += inputs
@@ -252,34 +257,33 @@ def test_a_cache_that_a_peer_does_not_read_leaves_it_out_with_the_reason(
             assert reason in left_out[peer]
 
 
-def test_the_benchmark_ends_when_autoflash_is_wrong(decode, peers):
+def test_the_benchmark_ends_when_autoflash_is_wrong(decode):
     inputs = inputs_of(small())
 
     def wrong(inputs):
-        return peers.Contender([lambda: inputs[0].q * 0.5], lambda out: out)
+        return Contender([lambda: inputs[0].q * 0.5], lambda out: out)
 
     with pytest.raises(SystemExit, match="the case: autoflash: out is off by"):
         decode.admitted("the case", inputs, {"autoflash": wrong})
 
     def nothing(inputs):
-        return peers.Contender([lambda: inputs[0].q * float("nan")], lambda out: out)
+        return Contender([lambda: inputs[0].q * float("nan")], lambda out: out)
 
-    right = peers.Contender([lambda: eager(inputs[0])[0]], lambda out: out)
+    right = Contender([lambda: eager(inputs[0])[0]], lambda out: out)
     makers = {"autoflash": lambda inputs: right, "nothing": nothing}
     _, left_out, _, _ = decode.admitted("the case", inputs, makers)
     assert left_out == {"nothing": "wrong: out is not finite"}
 
 
-def times_of(harness, **medians: float) -> dict:
+def times_of(**medians: float) -> dict:
     return {
-        name: harness.Times("graph", [us, us, 1.1 * us, 0.9 * us, us], [1600])
+        name: Times("graph", [us, us, 1.1 * us, 0.9 * us, us], [1600])
         for name, us in medians.items()
     }
 
 
 def test_a_read_and_a_less_precise_peer_stand_beside_and_are_no_peers(decode):
-    harness = importlib.import_module("harness")
-    times = times_of(harness, autoflash=10.0, flashinfer=11.0, flash_attention_3=6.0, read=9.0)
+    times = times_of(autoflash=10.0, flashinfer=11.0, flash_attention_3=6.0, read=9.0)
     imprecise = {"flash_attention_3": "out is off"}
     served = {"how": "exact"}
     result = decode.result_of("name", small(), times, {"cudnn": "why"}, imprecise, served=served)
@@ -288,7 +292,7 @@ def test_a_read_and_a_less_precise_peer_stand_beside_and_are_no_peers(decode):
     assert (result["read_us"], result["of_read_percent"]) == (9.0, 90.0)
     assert result["ratio_interval"]["peer"] == "flashinfer"
     assert result["unavailable"] == {"cudnn": "why"}
-    alone = times_of(harness, autoflash=10.0)
+    alone = times_of(autoflash=10.0)
     assert decode.result_of("name", small(), alone, {}, {})["ratio"] is None
 
 

@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import math
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,11 +13,12 @@ from making import CHAIN, H200, prefill_of
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torch_flex
 
+from autoflash import turns
 from autoflash.config import Config
 from autoflash.inputs import Inputs, make_inputs
+from autoflash.peers import prefill as prefill_peers
+from autoflash.peers.contender import Contender
 from autoflash.problem import Problem
-from autoflash.records import Clocks
-from autoflash.telemetry import BRAKES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -44,63 +43,6 @@ def prefill() -> ModuleType:
     return importlib.import_module("prefill")
 
 
-class FakeBurst:
-    """Takes as many microseconds a call as it was sampled before."""
-
-    regime = "graph"
-
-    def __init__(self, log: list, name: str, turn_us: float = 200.0) -> None:
-        self.log, self.name, self.turn_us, self.samples = log, name, turn_us, 0
-
-    def sample(self, clocks):
-        self.log.append(self.name)
-        self.samples += 1
-        return float(self.samples), clocks()
-
-
-def test_everyone_begins_a_round_and_follows_each_neighbour(harness):
-    orders = [harness.turns("abc", number) for number in range(6)]
-    assert {order[0] for order in orders} == set("abc")
-    followed = {pair for order in orders for pair in pairwise(order)}
-    assert {("a", "b"), ("b", "a"), ("b", "c"), ("c", "b"), ("c", "a"), ("a", "c")} <= followed
-    assert all(sorted(order) == list("abc") for order in orders)
-
-
-def test_the_first_rounds_and_those_of_a_slowed_card_count_for_nobody(harness):
-    log = []
-    bursts = {name: FakeBurst(log, name) for name in "ab"}
-    reasons = iter([0] * 4 + [BRAKES & 0x20] + [0] * 100)
-    times = harness.take_turns(bursts, 5, lambda: Clocks(1500, throttle_reasons=next(reasons)))
-    assert harness.HEATING_ROUNDS == 1
-    # round 1 heats the card; 2 counts, 3 is slowed for one of the two, 4 to 7 count
-    assert times["a"].samples_us == times["b"].samples_us == [2, 4, 5, 6, 7]
-    assert (times["a"].median_us, times["a"].sm_clock_mhz) == (5, 1500)
-
-
-def test_a_card_that_is_always_slowed_gives_no_times(harness):
-    slowed = Clocks(throttle_reasons=BRAKES & 0x40)
-    with pytest.raises(SystemExit, match="slowed by heat or power in all but 0 rounds"):
-        harness.take_turns({"a": FakeBurst([], "a")}, 5, lambda: slowed)
-
-
-def test_long_turns_have_fewer_rounds_but_never_too_few_to_take_a_median_of(harness):
-    def rounds(turn_us: float, gpu_us: float) -> int:
-        bursts = [FakeBurst([], name, turn_us) for name in "ab"]
-        return harness.rounds_of(bursts, gpu_us)
-
-    assert rounds(turn_us=16_000, gpu_us=130_000) == 8
-    assert rounds(turn_us=1e6, gpu_us=130_000) == harness.FEWEST_ROUNDS
-    assert rounds(turn_us=16_000, gpu_us=math.inf) == harness.ROUNDS
-
-
-def test_a_turn_is_many_short_calls_or_a_few_long_ones(harness):
-    assert harness.launches_of(100.0) == harness.GRAPH_US / 100.0
-    assert harness.launches_of(50_000.0) == 1
-    assert harness.launches_of(0.0) == harness.MOST_LAUNCHES
-    assert harness.replays_of(harness.STEADY.timed_us, 100 * 80.0) == 3
-    assert harness.replays_of(harness.STEADY.timed_us, 90_000.0) == 1
-
-
 def small(**changes) -> Problem:
     shape = {"seqlen_q": 96, "seqlen_k": 96, "causal": True}
     return prefill_of(layout="bhsd", **shape | changes)
@@ -110,8 +52,8 @@ def inputs_of(problem: Problem, sets: int = 2) -> list[Inputs]:
     return [make_inputs(problem, seed) for seed in range(sets)]
 
 
-def right(peers, inputs: list[Inputs]):
-    return peers.sdpa(SDPBackend.MATH, inputs)
+def right(inputs: list[Inputs]):
+    return prefill_peers.sdpa(SDPBackend.MATH, inputs)
 
 
 def attention(q, k, v, causal: bool) -> torch.Tensor:
@@ -123,9 +65,7 @@ def attention(q, k, v, causal: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_every_peer_is_called_so_that_its_result_is_right(
-    monkeypatch, prefill, peers, causal, layout
-):
+def test_every_peer_is_called_so_that_its_result_is_right(monkeypatch, prefill, causal, layout):
     """The libraries are stand-ins with the same arguments; each computes from what it is given."""
 
     def varlen(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, **rest):
@@ -160,7 +100,7 @@ def test_every_peer_is_called_so_that_its_result_is_right(
     problem = prefill_of(batch=2, seqlen_q=96, seqlen_k=96, causal=causal, layout=layout)
     makers = prefill.makers_of(module, Config.of("prefill", {}), H200)
     del makers["portable"], makers["cudnn"], makers["flash"]  # these need a GPU
-    makers["math"] = lambda inputs: right(peers, inputs)
+    makers["math"] = lambda inputs: right(inputs)
     contenders, left_out, errors = prefill.admitted("case", inputs_of(problem), makers)
     assert left_out == {}
     assert (
@@ -174,26 +114,25 @@ def test_every_peer_is_called_so_that_its_result_is_right(
             "math",
         }
     )
-    inputs = inputs_of(problem)
     for contender in contenders.values():  # and every set of inputs has a call of its own
-        outs = [contender.out(one, number) for number, one in enumerate(inputs)]
+        outs = [contender.out(number) for number in range(2)]
         assert len(contender.calls) == 2 and not torch.equal(*outs)
 
 
-def test_a_peer_that_is_missing_or_wrong_is_named_and_not_timed(prefill, peers):
+def test_a_peer_that_is_missing_or_wrong_is_named_and_not_timed(prefill):
     def missing(inputs):
         raise ImportError("No module named 'vllm'\nand more")
 
     def wrong(inputs):
-        made = right(peers, inputs)
-        return peers.Contender([lambda: made.calls[0]() * 1.1], made.layout)
+        made = right(inputs)
+        return Contender([lambda: made.calls[0]() * 1.1], made.shape)
 
     def shuffled(inputs):
-        made = right(peers, inputs)
-        return peers.Contender(made.calls, "bshd")
+        made = right(inputs)
+        return Contender(made.calls, lambda out: out.transpose(1, 2))
 
     makers = {
-        "autoflash": lambda inputs: right(peers, inputs),
+        "autoflash": lambda inputs: right(inputs),
         "missing": missing,
         "wrong": wrong,
         "shuffled": shuffled,
@@ -206,20 +145,20 @@ def test_a_peer_that_is_missing_or_wrong_is_named_and_not_timed(prefill, peers):
     assert set(errors) == {"autoflash", "wrong"}
 
 
-def test_the_benchmark_ends_when_autoflash_is_wrong(prefill, peers):
+def test_the_benchmark_ends_when_autoflash_is_wrong(prefill):
     def wrong(inputs):
-        return peers.Contender([lambda: torch.zeros_like(inputs[0].q)], "bhsd")
+        return Contender([lambda: torch.zeros_like(inputs[0].q)])
 
     with pytest.raises(SystemExit, match="96 causal 96: autoflash: wrong: out is off by"):
         prefill.admitted("96 causal 96", inputs_of(small()), {"autoflash": wrong})
 
 
-def test_of_a_long_output_rows_are_judged_and_all_of_it_must_be_finite(monkeypatch, prefill, peers):
+def test_of_a_long_output_rows_are_judged_and_all_of_it_must_be_finite(monkeypatch, prefill):
     monkeypatch.setattr(prefill, "WHOLE_SEQLEN", 64)
     problem = small(num_heads=16)  # 1536 rows, of which 64 are judged
     inputs = inputs_of(problem)
     judge = prefill.referee(inputs[0])
-    out = right(peers, inputs).calls[0]()
+    out = right(inputs).calls[0]()
     assert judge(out).correct
     judged = prefill.sample_rows(problem, 0)
     other = next((0, h, i) for h in range(16) for i in range(96) if (0, h, i) not in judged)
@@ -232,36 +171,36 @@ def test_of_a_long_output_rows_are_judged_and_all_of_it_must_be_finite(monkeypat
         assert judge(faulty).reason.startswith(reason)
 
 
-def test_a_causal_mask_aligned_top_left_is_no_peer_where_lengths_differ(peers):
+def test_a_causal_mask_aligned_top_left_is_no_peer_where_lengths_differ():
     problem = prefill_of(seqlen_q=64, seqlen_k=96, causal=True, layout="bhsd")
     with pytest.raises(Exception, match="aligned top-left"):
-        right(peers, inputs_of(problem))
+        right(inputs_of(problem))
 
 
-def times_of(harness, **medians: float) -> dict:
+def times_of(**medians: float) -> dict:
     return {
-        name: harness.Times("graph", [us, us, 1.1 * us, 0.9 * us, us], [1600])
+        name: turns.Times("graph", [us, us, 1.1 * us, 0.9 * us, us], [1600])
         for name, us in medians.items()
     }
 
 
-def test_the_portable_family_is_no_peer_and_stands_beside_flex_attention(prefill, harness):
-    times = times_of(harness, autoflash=10.0, portable=9.0, cudnn=11.0, flex_attention=18.0)
+def test_the_portable_family_is_no_peer_and_stands_beside_flex_attention(prefill):
+    times = times_of(autoflash=10.0, portable=9.0, cudnn=11.0, flex_attention=18.0)
     result = prefill.result_of("name", small(), H200, times, {"flash": "why"})
     assert result["ratio"] == 1.1
     assert result["peers"] == {"cudnn": 11.0, "flex_attention": 18.0}
     assert (result["portable"], result["portable_over_flex"]) == (9.0, 2.0)
     assert result["unavailable"] == {"flash": "why"}
     assert set(result["tflops"]) == set(times)
-    without = prefill.result_of("n", small(), H200, times_of(harness, autoflash=1.0, flex=2.0), {})
+    without = prefill.result_of("n", small(), H200, times_of(autoflash=1.0, flex=2.0), {})
     assert (without["portable"], without["portable_over_flex"]) == (None, None)
 
 
-def test_the_interval_of_a_ratio_is_of_paired_rounds(prefill, harness):
+def test_the_interval_of_a_ratio_is_of_paired_rounds(prefill):
     """The clock halves every other round, for both alike."""
     drift = [1.0, 2.0] * 5
     times = {
-        name: harness.Times("graph", [us * each for each in drift])
+        name: turns.Times("graph", [us * each for each in drift])
         for name, us in {"autoflash": 10.0, "cudnn": 11.0, "flash": 30.0}.items()
     }
     result = prefill.result_of("name", small(), H200, times, {})
@@ -270,9 +209,9 @@ def test_the_interval_of_a_ratio_is_of_paired_rounds(prefill, harness):
     assert (alone["ratio"], alone["ratio_interval"]) == (None, None)
 
 
-def test_the_summary_keeps_grid_and_grouped_heads_apart_and_names_the_worst(prefill, harness):
+def test_the_summary_keeps_grid_and_grouped_heads_apart_and_names_the_worst(prefill):
     def result(name: str, kv_heads: int, us: float, peer: float, portable: float) -> dict:
-        times = times_of(harness, autoflash=us, cudnn=peer, flex_attention=peer, portable=portable)
+        times = times_of(autoflash=us, cudnn=peer, flex_attention=peer, portable=portable)
         return prefill.result_of(name, small(num_kv_heads=kv_heads), H200, times, {})
 
     summary = prefill.summary_of(
@@ -291,9 +230,7 @@ def test_the_summary_keeps_grid_and_grouped_heads_apart_and_names_the_worst(pref
     )
 
 
-def test_all_portable_candidates_are_timed_alone_and_the_best_of_them_in_turn(
-    monkeypatch, prefill, harness
-):
+def test_all_portable_candidates_are_timed_alone_and_the_best_of_them_in_turn(monkeypatch, prefill):
     problem = small()
     configs = prefill.portable_configs(problem, H200)
     assert prefill.PORTABLE.default(problem, H200) in configs and len(configs) > prefill.RACED
@@ -305,7 +242,7 @@ def test_all_portable_candidates_are_timed_alone_and_the_best_of_them_in_turn(
     def in_turn(raced, gpu_us):
         assert set(raced) == {str(config) for config in configs[-prefill.RACED :]}
         times = {str(config): float(place) for place, config in enumerate(configs[::-1])}
-        return times_of(harness, **{each: 9.0 - times[each] for each in raced})
+        return times_of(**{each: 9.0 - times[each] for each in raced})
 
     monkeypatch.setattr(prefill, "interleaved", in_turn)
     assert prefill.fastest(inputs_of(problem), configs, H200) == configs[-prefill.RACED]
@@ -411,9 +348,9 @@ def test_a_run_goes_from_the_module_to_the_results(tmp_path, monkeypatch, prefil
     monkeypatch.setattr(torch, "compile", no_compiler)
 
     def timed(contenders, gpu_us, pace):
-        assert (gpu_us, pace) == (50_000, harness.STEADY)
+        assert (gpu_us, pace) == (50_000, turns.STEADY)
         assert all(len(calls) == 64 for calls in contenders.values())  # tiny inputs, large L2
-        return times_of(harness, **dict.fromkeys(contenders, 10.0))
+        return times_of(**dict.fromkeys(contenders, 10.0))
 
     monkeypatch.setattr(prefill, "interleaved", timed)
     arguments = ["--module", str(module), "--workload", str(workload), "--processes", "0"]
