@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from decode_peers import PEERS, autoflash
+from decode_peers import PEERS
 from harness import arguments, case_result, geometric_mean, load_module, write_results
 from read_floor import fastest_readers
 
@@ -28,7 +28,7 @@ from autoflash.check import picked, sample_rows
 from autoflash.decision import paired_interval
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
-from autoflash.peers import peer_versions
+from autoflash.peers import ours, peer_versions
 from autoflash.peers.contender import Contender, Maker, told
 from autoflash.problem import Problem
 from autoflash.roofline import cache_bytes, floor
@@ -113,11 +113,8 @@ def makers_of(
     module: ModuleType, problem: Problem, peers: Sequence[str], hints: bool
 ) -> dict[str, Maker]:
     """Everyone who takes part, by name."""
-    told = {"max_seqlen_k": problem.seqlen_k, "lengths": problem.lengths}
-    if problem.paged:
-        told["pages"] = problem.pages
-    ours = partial(autoflash, module, told if hints else {})
-    return {"autoflash": ours, **{name: PEERS[name] for name in peers}}
+    autoflash = partial(ours.decode, module, ours.hints_of(problem) if hints else {})
+    return {"autoflash": autoflash, **{name: PEERS[name] for name in peers}}
 
 
 def run_case(

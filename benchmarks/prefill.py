@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from harness import arguments, case_result, geometric_mean, load_module, write_results
-from prefill_peers import PEERS, autoflash, portable
+from prefill_peers import PEERS, portable
 
 from autoflash.accuracy import Budget, Verdict
 from autoflash.bench import event_us
@@ -29,7 +29,7 @@ from autoflash.export import export, write_module
 from autoflash.families import FAMILIES, space
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
-from autoflash.peers import peer_versions
+from autoflash.peers import ours, peer_versions
 from autoflash.peers.contender import Contender, Maker, told
 from autoflash.problem import Problem
 from autoflash.roofline import floor
@@ -152,7 +152,7 @@ def alone_us(calls: Sequence[Call]) -> float:
 def makers_of(module: Any, config: Config, gpu: Gpu) -> dict[str, Maker]:
     """Everyone who takes part, by name."""
     return {
-        "autoflash": functools.partial(autoflash, module),
+        "autoflash": functools.partial(ours.prefill, module),
         "portable": functools.partial(portable, config, gpu),
         **PEERS,
     }

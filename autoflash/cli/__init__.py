@@ -11,6 +11,7 @@ import typer
 
 from autoflash import __version__
 from autoflash.cli import db
+from autoflash.cli.bench import bench
 from autoflash.cli.doctor import doctor
 from autoflash.cli.explain import explain
 from autoflash.cli.export import export
@@ -32,17 +33,9 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for command in (
-    tune,
-    export,
-    query,
-    explain,
-    profile,
-    report,
-    render,
-    space,
-    workload,
-    schema,
-    doctor,
+    *(tune, export, bench),
+    *(query, explain, profile, report),
+    *(render, space, workload, schema, doctor),
 ):
     app.command()(command)
 app.add_typer(db.app, name="db")

@@ -9,6 +9,7 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 560, 360  # of the view box; narrow, so that its text can be read on a phone
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 48
+FEW_DECADES = 3  # of a logarithmic axis, which then has ticks between the powers of ten too
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class Axis:
     def ticks(self) -> list[float]:
         """Round values from end to end, about five."""
         if self.logarithmic:
-            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            return [10.0**power for power in range(first, last + 1)]
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            steps = (1,) if last - first > FEW_DECADES else (1, 2, 5)
+            every = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+            return [value for value in every if self.low <= value <= self.high]
         rough = (self.high - self.low) / 5
         unit = 10 ** math.floor(math.log10(rough))
         step = next(unit * each for each in (1, 2, 5, 10) if unit * each >= rough)
@@ -70,10 +73,16 @@ class Chart:
         x, y = self._at(point)
         self._marks.append(_text(x, y - 6, text, anchor))
 
-    def svg(self) -> str:
-        """The chart as one element, named by its title for those who do not see it."""
+    def svg(self, style: str = "") -> str:
+        """The chart as one element, named by its title for those who do not see it.
+
+        A file of its own brings the `style` that a page would have.
+        """
         view = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}"'
         parts = [*self._grid(), *self._marks]
+        if style:
+            view += ' xmlns="http://www.w3.org/2000/svg"'
+            parts.insert(0, f"<style>{style}</style>")
         return f'<svg class="chart" {view}>{"".join(parts)}</svg>'
 
     def _at(self, point: Point) -> Point:

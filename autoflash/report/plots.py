@@ -7,6 +7,7 @@ from autoflash.explain import Explanation
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem, title
 from autoflash.report.chart import Axis, Chart, Point, medians_over
+from autoflash.versus import OURS, Versus
 
 MOST_PERCENT = 50.0  # of the anytime plot: what is farther away is drawn at the edge
 FIRST_SECONDS = 0.01  # where its axis begins: a trial takes about as long
@@ -64,3 +65,40 @@ def anytime(curves: Mapping[Problem, Sequence[Point]]) -> str | None:
         chart.stairs(points, end, "curve")
     chart.stairs(medians_over(relative, statistics.median), end, "median")
     return chart.svg()
+
+
+# Colours that people who see few of them tell apart (Okabe and Ito).
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+STYLE = (
+    "svg{background:#fff} text{font:13px sans-serif;fill:#444} .grid{stroke:#ddd} "
+    ".axis,.even{stroke:#444} .even{fill:none;stroke-width:2}"
+)
+
+
+def ratios(several: Sequence[Versus]) -> str:
+    """Each peer's time over ours, a dot for each problem, as a file of its own.
+
+    Above 1 ours is faster. Problems stand in the order of the workload.
+    """
+    dots = [
+        ((number, each.median_us / one.figures[OURS].median_us), name, title(one.problem))
+        for number, one in enumerate(several, 1)
+        if OURS in one.figures
+        for name, each in one.figures.items()
+        if name != OURS
+    ]
+    values = [1.0, *(ratio for (_, ratio), _, _ in dots)]
+    x = Axis("problem of the workload", 0.0, len(several) + 1.0)
+    y = Axis("time over autoflash's", min(values) / 1.2, max(values) * 1.2, logarithmic=True)
+    chart = Chart("Times of peers over autoflash's", x, y)
+    chart.line([(x.low, 1.0), (x.high, 1.0)], "even")
+    names = sorted({name for _, name, _ in dots})
+    for point, name, told in dots:
+        place = names.index(name)
+        chart.dot(point, f"peer{place}", f"{name}, {told}: {point[1]:.2f}")
+    for place, name in enumerate(names):
+        low = y.low * (y.high / y.low) ** (0.94 - 0.06 * place)
+        chart.dot((x.high * 0.68, low), f"peer{place}", name)
+        chart.text((x.high * 0.7, low / (y.high / y.low) ** 0.035), name)
+    colours = (f".peer{i}{{fill:{PALETTE[i % len(PALETTE)]}}}" for i in range(len(names)))
+    return chart.svg(STYLE + " ".join(colours))

@@ -1,0 +1,92 @@
+"""Gauges: what a call costs beside its GPU time: the host's time, launches, memory, its tail."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from autoflash.turns import Call
+
+HOST_GROUPS, HOST_CALLS = 20, 10  # so few that the queue of launches is never full
+TAIL_CALLS = 1000  # fewer say nothing of a 99th percentile
+FEW_CALLS = 20  # where so many would take longer than the next
+TAIL_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Gauged:
+    """Of one contender's calls.
+
+    `host_us` is what a call keeps the host, `eager_us` the median of calls that are waited for, one
+    by one, and `p99_us` their 99th percentile, None where a thousand would take too long.
+    `launches` are kernels, copies and fills. `temporary_bytes` is the most memory that was taken
+    beyond the output.
+    """
+
+    host_us: float
+    eager_us: float
+    p99_us: float | None
+    launches: int
+    temporary_bytes: int
+
+
+def gauged(calls: Sequence[Call]) -> Gauged:
+    """The gauges of calls on the current GPU, which have been made before."""
+    call = calls[0]
+    waited = _waited_us(calls)
+    tail = float(np.quantile(waited, 0.99)) if len(waited) >= TAIL_CALLS else None
+    return Gauged(
+        _host_us(calls), float(np.median(waited)), tail, _launches(call), _temporary_bytes(call)
+    )
+
+
+def _host_us(calls: Sequence[Call]) -> float:
+    """Microseconds until a call returns, the GPU still at work: the median of groups."""
+    groups = []
+    for _ in range(HOST_GROUPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(HOST_CALLS):
+            calls[i % len(calls)]()
+        groups.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+    torch.cuda.synchronize()
+    return float(np.median(groups))
+
+
+def _waited_us(calls: Sequence[Call]) -> list[float]:
+    """Microseconds of each call until its result is there."""
+    samples = [_waited_once_us(calls, i) for i in range(FEW_CALLS)]
+    if TAIL_CALLS * float(np.median(samples)) > TAIL_SECONDS * 1e6:
+        return samples
+    return [*samples, *(_waited_once_us(calls, i) for i in range(FEW_CALLS, TAIL_CALLS))]
+
+
+def _waited_once_us(calls: Sequence[Call], number: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    calls[number % len(calls)]()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _launches(call: Call) -> int:
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    events = seen.events() or []
+    return sum(1 for each in events if each.device_type.name == "CUDA")
+
+
+def _temporary_bytes(call: Call) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    kept = torch.cuda.memory_allocated() - before
+    del result  # it was held until here, so that what is kept is the output
+    return max(0, taken - max(0, kept))

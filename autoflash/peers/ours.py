@@ -1,0 +1,56 @@
+"""Ours: the exported module as a contender, called as its users call it."""
+
+import functools
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from autoflash.inputs import Inputs
+from autoflash.peers.contender import Contender
+from autoflash.problem import Problem
+
+
+def prefill(module: ModuleType, inputs: list[Inputs]) -> Contender:
+    """The module's prefill(), with what of windows and modifiers the problem has."""
+    p = inputs[0].problem
+    ours = functools.partial(module.prefill, causal=p.causal, layout=p.layout)
+    return Contender(
+        [functools.partial(ours, one.q, one.k, one.v, **_modifiers(one)) for one in inputs]
+    )
+
+
+def decode(module: ModuleType, hints: Mapping[str, Any], inputs: list[Inputs]) -> Contender:
+    """The module's decode(), a single query token without an axis of its own."""
+    one_token = inputs[0].problem.seqlen_q == 1
+    calls = [
+        functools.partial(
+            module.decode,
+            one.q[:, 0] if one_token else one.q,
+            one.k,
+            one.v,
+            one.cache_seqlens,
+            block_table=one.block_table,
+            kv_layout=one.problem.kv_layout,
+            k_scale=one.k_scale,
+            v_scale=one.v_scale,
+            **hints,
+        )
+        for one in inputs
+    ]
+    return Contender(list(calls), lambda out: out.unsqueeze(1) if one_token else out)
+
+
+def hints_of(problem: Problem) -> dict[str, Any]:
+    """What a host that makes the call knows of its lengths and pages."""
+    told: dict[str, Any] = {"max_seqlen_k": problem.seqlen_k, "lengths": problem.lengths}
+    return told | ({"pages": problem.pages} if problem.paged else {})
+
+
+def _modifiers(one: Inputs) -> dict[str, Any]:
+    """The arguments of what the problem has beside the plain ones."""
+    p = one.problem
+    given: dict[str, Any] = {}
+    if p.windowed:
+        given["window"] = (p.window_left, p.window_right)
+    names = {"softcap": p.softcap, "alibi_slopes": p.alibi, "bias": p.bias, "sinks": p.sinks}
+    return given | {name: getattr(one, name) for name, on in names.items() if on}
