@@ -211,6 +211,7 @@ def interleaved(
 
     A contender is one call per set of rotating inputs; its graph goes over them again and again.
     """
-    telemetry = Telemetry(str(torch.cuda.get_device_properties(0).uuid))
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    telemetry = Telemetry(str(card.uuid))
     bursts = {name: burst_of(calls, pace) for name, calls in contenders.items()}
     return take_turns(bursts, rounds_of(list(bursts.values()), gpu_us), telemetry.clocks)

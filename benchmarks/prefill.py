@@ -10,8 +10,8 @@ import functools
 import gc
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -56,38 +56,80 @@ def main() -> None:
     started = time.monotonic()
     compile_ahead(problems, configs, options.module, gpu, options.processes)
     ahead_s = time.monotonic() - started
-    module = load_module(options.module)
-    timed = functools.partial(interleaved, gpu_us=1e3 * options.gpu_ms, pace=STEADY)
-    results = []
-    for name, problem in problems.items():
-        sets = buffer_sets(floor(problem, gpu).bytes_moved, gpu.l2_bytes)
-        inputs = [make_inputs(problem, seed, "cuda") for seed in range(sets)]
-        config = fastest(inputs, configs[name], gpu)
-        makers = makers_of(module, config, gpu)
-        contenders, left_out, errors = admitted(name, inputs, makers)
-        times = timed({each: contender.calls for each, contender in contenders.items()})
-        how = module.explain(contenders["autoflash"].calls[0])
-        result = result_of(
-            name,
-            problem,
-            gpu,
-            times,
-            left_out,
-            errors_over_eager=errors,
-            served={key: how[key] for key in ("how", "family", "knobs")},
-            portable_config={"candidates": len(configs[name]), "knobs": config.as_dict()},
-        )
-        results.append(result)
+    done: dict[str, dict[str, Any]] = {}
+    for name, result in measured_on(options.gpus, problems, configs, gpu, options):
+        done[name] = result
         tell(result)
-        del inputs, contenders
-        gc.collect()
-        torch.cuda.empty_cache()
-    summary = summary_of(results)
-    seconds = {"all": round(time.monotonic() - started), "compiling_ahead": round(ahead_s)}
-    path = write_results("prefill", results, peer_versions(), summary=summary, seconds=seconds)
+        results = [done[name] for name in problems if name in done]
+        summary = summary_of(results)
+        seconds = {"all": round(time.monotonic() - started), "compiling_ahead": round(ahead_s)}
+        # after every case: whoever stops the run keeps what was done
+        path = write_results("prefill", results, peer_versions(), summary=summary, seconds=seconds)
     for what, figures in summary.items():
         print(what, figures)
     print(path)
+
+
+def measured_on(
+    gpus: int,
+    problems: Mapping[str, Problem],
+    configs: Mapping[str, Sequence[Config]],
+    gpu: Gpu,
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The result of each case as it is done; several GPUs take one case after another."""
+    if gpus == 1:
+        for name, problem in problems.items():
+            yield measured(name, problem, configs[name], gpu, options.module, options.gpu_ms)
+        return
+    context = get_context("spawn")
+    indices = context.Queue()
+    for index in range(gpus):
+        indices.put(index)
+    with ProcessPoolExecutor(gpus, context, take_gpu, (indices,)) as pool:
+        jobs = [
+            pool.submit(measured, name, p, configs[name], gpu, options.module, options.gpu_ms)
+            for name, p in problems.items()
+        ]
+        for job in as_completed(jobs):
+            yield job.result()
+
+
+def take_gpu(indices: Any) -> None:
+    """Have this process use the next GPU that no other one has."""
+    torch.cuda.set_device(indices.get())
+
+
+loaded = functools.cache(load_module)
+
+
+def measured(
+    name: str, problem: Problem, configs: Sequence[Config], gpu: Gpu, module_path: Path, ms: float
+) -> tuple[str, dict[str, Any]]:
+    """One case: everyone who takes part in turn, `ms` of GPU time for each."""
+    module = loaded(module_path)
+    sets = buffer_sets(floor(problem, gpu).bytes_moved, gpu.l2_bytes)
+    inputs = [make_inputs(problem, seed, "cuda") for seed in range(sets)]
+    config = fastest(inputs, configs, gpu)
+    makers = makers_of(module, config, gpu)
+    contenders, left_out, errors = admitted(name, inputs, makers)
+    calls = {each: contender.calls for each, contender in contenders.items()}
+    times = interleaved(calls, gpu_us=1e3 * ms, pace=STEADY)
+    how = module.explain(contenders["autoflash"].calls[0])
+    result = result_of(
+        name,
+        problem,
+        gpu,
+        times,
+        left_out,
+        errors_over_eager=errors,
+        served={key: how[key] for key in ("how", "family", "knobs")},
+        portable_config={"candidates": len(configs), "knobs": config.as_dict()},
+    )
+    del inputs, contenders, calls
+    gc.collect()
+    torch.cuda.empty_cache()
+    return name, result
 
 
 def parsed() -> argparse.Namespace:
@@ -101,6 +143,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--gpu-ms", type=float, default=400.0, help="of GPU time for a contender of a case"
     )
+    parser.add_argument("--gpus", type=int, default=1, help="of this host that share the cases")
     parser.add_argument(
         "--processes", type=int, default=8, help="that compile ahead of the timing; 0 for none"
     )

@@ -87,10 +87,10 @@ def bench(
         from autoflash.report.plots import ratios
 
         _write(plot, ratios(found))
-    for op, figures in summary_of(found).items():
+    for of_op, figures in summary_of(found).items():
         mean, worst = figures["geometric_mean"], figures["worst"]
         cases = figures["cases"]
-        notice(f"{op}: best peer / autoflash {mean:.3f}, worst {worst:.3f}, of {cases} problems")
+        notice(f"{of_op}: best peer / autoflash {mean:.3f}, worst {worst:.3f}, of {cases} problems")
     rows = [row for one in found for row in rows_of(one, gpu)]
     if as_json:
         print_json(_results(found, gpu))

@@ -23,7 +23,6 @@ from autoflash.peers.caches import (
 from autoflash.peers.contender import Contender, Maker, Unavailable
 from autoflash.turns import Call
 
-COPIED_BYTES = 8 * 2**30  # a cache of more than this is not copied for a peer
 FLASH_2_PAGE = 256
 FLASHINFER_WORKSPACE = 256 * 2**20
 FLASHINFER_LAYOUTS = {"nhd": "NHD", "hnd": "HND"}
@@ -33,16 +32,16 @@ VLLM_SEGMENTS = 16
 
 
 def sdpa(backend: SDPBackend, inputs: list[Inputs]) -> Contender:
-    """torch's scaled_dot_product_attention, held to one backend, over contiguous copies."""
+    """torch's scaled_dot_product_attention, held to one backend, of a contiguous cache."""
     p = inputs[0].problem
+    if p.paged:
+        raise Unavailable("it reads no pages")
     if p.lengths != "equal":
         raise Unavailable("its sequences have one length")
     if p.seqlen_q > 1:
         raise Unavailable("its causal mask is aligned top-left")
     if p.quantised:
         raise Unavailable(f"it reads no {p.kv_dtype} cache")
-    if 2 * inputs[0].k.nbytes * len(inputs) > COPIED_BYTES:
-        raise Unavailable("the copies it needs are too large")
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
@@ -50,9 +49,8 @@ def sdpa(backend: SDPBackend, inputs: list[Inputs]) -> Contender:
 
     calls = []
     for one in inputs:
-        sequences = [one.sequence(b)[1:] for b in range(p.batch)]
-        k, v = (torch.stack(each) for each in zip(*sequences, strict=True))
-        calls.append(functools.partial(call, one.q.transpose(1, 2), k, v))
+        heads_first = (t if p.kv_layout == "hnd" else t.transpose(1, 2) for t in (one.k, one.v))
+        calls.append(functools.partial(call, one.q.transpose(1, 2), *heads_first))
     return Contender(calls, lambda out: out.transpose(1, 2))
 
 

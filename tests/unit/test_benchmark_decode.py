@@ -205,12 +205,16 @@ def exported() -> ModuleType:
     return module
 
 
+PAGED_ALONE = ("flashinfer", "flash_attention_3", "flash_attention_4", "vllm_triton")
+
+
 @pytest.mark.parametrize(
     ("changes", "absent"),
     [
-        ({}, ()),
+        ({}, ("cudnn",)),
         ({"lengths": "ragged", "batch": 8}, ("cudnn",)),
         ({"page_size": 0}, ()),
+        ({"page_size": 0, "kv_layout": "hnd"}, PAGED_ALONE),
         ({"kv_layout": "hnd", "page_size": 32, "lengths": "ragged"}, ("cudnn",)),
         ({"seqlen_q": 4, "lengths": "ragged"}, ("cudnn",)),
         ({"kv_dtype": "fp8_e4m3"}, ("cudnn", "flash_attention_4")),
