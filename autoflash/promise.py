@@ -25,8 +25,8 @@ def by_promise(
     Those timed `nearby` come before those of which only the model has an opinion. The order says
     who is tried first, and nothing about who wins.
     """
-    default, *others = candidates
-    known = [config for config in first if config in set(others)]
+    default, others = candidates[0], set(candidates[1:])
+    known = [config for config in first if config in others]
     unknown = Resources()
 
     def promise(config: Config) -> tuple[bool, float, Config]:
@@ -35,7 +35,7 @@ def by_promise(
         told = resources.get(config, unknown)
         return True, predicted_us(problem, config, told, gpu), config
 
-    rest = sorted(set(others) - set(known), key=promise)
+    rest = sorted(others - set(known), key=promise)
     return [default, *known, *rest]
 
 

@@ -69,3 +69,8 @@ def append_scale(scale: Scale, num_kv_heads: int) -> Scale:
     if scale.numel() == 1 and scale.dim() < 3:
         return scale.reshape(1).expand(num_kv_heads)
     return scale
+
+
+def append_cache(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as the plan takes it: fp8 as the bytes that are stored, not every GPU knows it."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .append import append_scale, append_switches
+from .append import append_cache, append_scale, append_switches
 from .arguments import (
     check_cache_entries,
     check_output,
@@ -39,12 +39,14 @@ class Served(NamedTuple):
 
 _selectors: list[Selector] = []
 _served: dict[tuple[Any, ...], Served] = {}
+_appended: dict[tuple[Any, ...], Recipe] = {}
 
 
 def install_tables(tables: Tables) -> None:
     """Give prefill() and decode() the tables they choose from."""
     _selectors[:] = [Selector(tables)]
     _served.clear()
+    _appended.clear()
 
 
 def prefill(
@@ -259,14 +261,26 @@ def append_kv(
     a byte holds. Values too large for the others are cut off. Raises ProblemError naming an
     argument that does not fit.
     """
-    tensors = (k, v, k_cache, v_cache, slot_mapping)
-    switches = append_switches(*tensors, kv_layout, k_scale, v_scale)
-    device_of(k, _selector().tables.gpus[0].device)
+    given = (k, v, k_cache, v_cache, slot_mapping)
+    form = (*map(form_of, (*given, k_scale, v_scale)), kv_layout)
+    recipe, module = _appended.get(form), None
+    if recipe is None:
+        switches = append_switches(*given, kv_layout, k_scale, v_scale)
+        device_of(k, _selector().tables.gpus[0].device)
+        module = _selector().module("append_kv", switches)
+    if not len(k):
+        return
     scales = [append_scale(each, k.shape[1]) for each in (k_scale, v_scale) if each is not None]
-    module = _selector().module("append_kv", switches)
-    if len(k):
-        plan = module.plan(k, v, k_cache, v_cache, *scales, slot_mapping, kv_layout)
-        _launch(plan, k)
+    tensors = (k, v, append_cache(k_cache), append_cache(v_cache), *scales, slot_mapping)
+    if recipe is not None:
+        plan = recipe.plan(tensors, _workspaces(k))
+    else:
+        plan, recipe = learn_recipe(
+            lambda _: module.plan(*tensors, kv_layout), tensors, _workspaces(k)
+        )
+        if recipe is not None:
+            _remember(_appended, form, recipe)
+    _launch(plan, k)
 
 
 def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> dict[str, Any]:
@@ -325,10 +339,14 @@ def _planned(
     """The plan of a call of a form not seen before, which is then served by its recipe."""
     plan, recipe = learn_recipe(make_plan, tensors, _workspaces(tensors[0]))
     if recipe is not None:
-        if len(_served) == MOST_FORMS:
-            _served.clear()
-        _served[form] = Served(problem, choice, recipe)
+        _remember(_served, form, Served(problem, choice, recipe))
     return plan
+
+
+def _remember(known: dict[tuple[Any, ...], Any], form: tuple[Any, ...], learnt: Any) -> None:
+    if len(known) == MOST_FORMS:
+        known.clear()
+    known[form] = learnt
 
 
 def _planned_again(served: Served, tensors: Sequence[Any]) -> list[Launch]:

@@ -71,6 +71,26 @@ def test_a_second_call_of_the_form_is_right_on_other_tensors_without_planning(
         right(module, Problem(**{**problem.__dict__, "batch": 4}), seed=3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_second_append_of_the_form_goes_to_its_own_slots_without_planning(
+    module, dtype, monkeypatch
+):
+    scales = {} if dtype == torch.bfloat16 else {"k_scale": 0.5, "v_scale": torch.ones(2)}
+    for slots in ([3, 8], [0, 5]):
+        k, v = torch.arange(2 * 2 * 2 * 16).view(2, 2, 2, 16).bfloat16() / 4
+        caches = [torch.zeros(3, 4, 2, 16).to(dtype) for _ in "kv"]
+        module.append_kv(k, v, *caches, torch.tensor(slots), **scales)
+        for new, cache, step in zip((k, v), caches, (0.5, 1.0) if scales else (1, 1), strict=True):
+            expected = torch.zeros(12, 2, 16)
+            expected[slots] = new.float() / step
+            if dtype == torch.int8:
+                expected = expected.round()
+            assert torch.equal(cache.flatten(0, 1).float(), expected.to(dtype).float())
+        forbid_planning(module, monkeypatch)
+    with pytest.raises(AssertionError, match="planned again"):
+        module.append_kv(k[:1], v[:1], *caches, torch.tensor([1]), **scales)
+
+
 def test_another_alignment_stride_scale_or_out_is_another_form(module):
     tensors = make_tensors(case_of(PREFILL, 1), "cpu")
     q, k, v = (tensors[name] for name in "qkv")
