@@ -15,12 +15,15 @@ ARGUMENT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32:
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-def refuse_arguments(function: str, **given: Any) -> None:
-    """Raise ProblemError naming the first argument that is set although it is not served yet."""
-    for name, value in given.items():
-        if value is None or value is False:  # most are
-            continue
-        if isinstance(value, torch.Tensor) or value not in (0.0, (-1, -1)):
+def refuse_arguments(function: str, names: tuple[str, ...], given: tuple[Any, ...]) -> None:
+    """Raise ProblemError naming the first argument that is set although it is not served yet.
+
+    What is not set is given as None.
+    """
+    if given == (None,) * len(names):  # every call passes here
+        return
+    for name, value in zip(names, given, strict=True):
+        if value is not None:
             raise ProblemError(f"{function}: {name} is not supported yet")
 
 

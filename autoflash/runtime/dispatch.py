@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,36 +17,31 @@ from .arguments import (
     refuse_arguments,
     scale_or_default,
 )
-from .capture import refuse_unloaded
-from .device import Device, device_of
-from .launch import Launch, run_plan
+from .installed import device_for, installed, tally_for
 from .modifiers import Modifiers, modifiers_of, prefill_plan
-from .problem import Problem
-from .recipe import NewWorkspace, Recipe, form_of, learn_recipe
-from .scales import Scale, cache_form, scale_form
-from .selection import Choice, Selector, Tables
+from .recipe import form_of
+from .scales import Scale, cache_form, scale_form, scale_number
+from .served import (
+    launch_again,
+    launch_first,
+    launch_repeat,
+    outputs_of,
+    remember_repeat,
+    repeated,
+    served_before,
+)
+from .tally import last_tally
 
-MOST_FORMS = 1024  # of calls whose recipes are kept
-
-
-class Served(NamedTuple):
-    """What served a call, and serves calls of the same form."""
-
-    problem: Problem
-    choice: Choice
-    recipe: Recipe
-
-
-_selectors: list[Selector] = []
-_served: dict[tuple[Any, ...], Served] = {}
-_appended: dict[tuple[Any, ...], Recipe] = {}
-
-
-def install_tables(tables: Tables) -> None:
-    """Give prefill() and decode() the tables they choose from."""
-    _selectors[:] = [Selector(tables)]
-    _served.clear()
-    _appended.clear()
+PREFILL_OTHERS = (  # not served yet
+    *("block_mask", "document_ids", "prefix_lens", "mask"),
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    *("cache_seqlens", "block_table", "kv_layout", "q_scale", "k_scale", "v_scale"),
+    *("dropout_p", "rng", "deterministic", "batch_invariant"),
+)
+DECODE_OTHERS = (
+    *("window", "softcap", "alibi_slopes", "bias", "sinks"),
+    *("document_ids", "prefix_lens", "mask", "page_positions", "batch_invariant"),
+)
 
 
 def prefill(
@@ -97,47 +92,52 @@ def prefill(
     rows that see no key have `out` 0 and `lse` -inf, or the sink. Never waits for the device.
     Raises ProblemError naming an argument that does not fit or is not served yet.
     """
-    refuse_arguments(
-        "prefill",
-        block_mask=block_mask,
-        document_ids=document_ids,
-        prefix_lens=prefix_lens,
-        mask=mask,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        cache_seqlens=cache_seqlens,
-        block_table=block_table,
-        kv_layout=kv_layout != "nhd",  # names the order of a cache's axes
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        dropout_p=dropout_p,
-        rng=rng,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
+    others = (
+        block_mask,
+        document_ids,
+        prefix_lens,
+        mask,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        cache_seqlens,
+        block_table,
+        kv_layout if kv_layout != "nhd" else None,  # names the order of a cache's axes
+        q_scale,
+        k_scale,
+        v_scale,
+        dropout_p or None,
+        rng,
+        deterministic or None,
+        batch_invariant or None,
     )
+    refuse_arguments("prefill", PREFILL_OTHERS, others)
+    values = (causal, layout, return_lse, softmax_scale, softcap, *window)
+    given = (q, k, v, out, alibi_slopes, bias, sinks)
+    repeat = repeated("prefill", values, given)
+    if repeat is not None:
+        result, lse = outputs_of(q, repeat.served.tally.problem, out, return_lse)
+        if launch_repeat(repeat, (q, k, v, result, lse, alibi_slopes, bias, sinks)):
+            return (result, lse) if lse is not None else result
     modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks)
-    given = (q, k, v, out, softmax_scale, *window, *modifiers[1:])
-    form = ("prefill", *map(form_of, given), causal, layout, return_lse)
-    served = _served.get(form)
-    if served is not None:
-        out, lse = _outputs(q, served.problem, out, return_lse)
-        plan = _planned_again(served, (q, k, v, out, lse, *modifiers.tensors))
-    else:
+    form = ("prefill", values, *map(form_of, given))
+    served = served_before(form)
+    if served is None:
         problem = prefill_problem(q, k, v, causal, layout, modifiers)
         if out is not None:
             check_output("prefill", out, q, problem.head_dim_v)
         scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-        choice, device = _choose(problem, q)
-        out, lse = _outputs(q, problem, out, return_lse)
+        tally, device = tally_for(problem, q)
+        out, lse = outputs_of(q, problem, out, return_lse)
         modifiers = modifiers_of(problem, modifiers)
-        first = (q, k, v, out, lse, scale, layout, device.num_sms, choice.knobs)
-        make_plan = partial(prefill_plan, choice.module, problem, modifiers, *first)
-        tensors = (q, k, v, out, lse, *modifiers.tensors)
-        plan = _planned(form, problem, choice, tensors, make_plan)
-    _launch(plan, q)
+        first = (q, k, v, out, lse, scale, layout, device.num_sms, tally.choice.knobs)
+        make_plan = partial(prefill_plan, tally.choice.module, problem, modifiers, *first)
+        launch_first(form, tally, (q, k, v, out, lse, *modifiers.tensors), make_plan)
+    else:
+        remember_repeat("prefill", values, given, form, served)
+        out, lse = outputs_of(q, served.tally.problem, out, return_lse)
+        launch_again(served, (q, k, v, out, lse, *modifiers.tensors))
     return (out, lse) if lse is not None else out
 
 
@@ -185,29 +185,38 @@ def decode(
     query axis. `check` looks at lengths and page ids, and waits for the device. Raises
     ProblemError naming an argument that does not fit or is not served yet.
     """
-    refuse_arguments(
-        "decode",
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        sinks=sinks,
-        document_ids=document_ids,
-        prefix_lens=prefix_lens,
-        mask=mask,
-        page_positions=page_positions,
-        batch_invariant=batch_invariant,
+    others = (
+        window if tuple(window) != (-1, -1) else None,
+        softcap or None,
+        alibi_slopes,
+        bias,
+        sinks,
+        document_ids,
+        prefix_lens,
+        mask,
+        page_positions,
+        batch_invariant or None,
     )
+    refuse_arguments("decode", DECODE_OTHERS, others)
     hints = (max_seqlen_k, lengths, pages)
-    given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, softmax_scale)
-    form = ("decode", *map(form_of, given), kv_layout, *hints, return_lse)
-    served = _served.get(form)
+    steps = (scale_number(k_scale), scale_number(v_scale))
+    values = (kv_layout, *hints, return_lse, softmax_scale, *steps)
+    given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out)
+    repeat = None if check else repeated("decode", values, given)
+    if repeat is not None:
+        result, lse = outputs_of(q, repeat.served.tally.problem, out, return_lse)
+        scales = () if k_scale is None else (k_scale, v_scale)
+        read = (q, k_cache, v_cache, *scales, cache_seqlens, block_table)
+        if launch_repeat(repeat, (*read, result, lse)):
+            return (result, lse) if lse is not None else result
+    form = ("decode", values, *map(form_of, given))
+    served = served_before(form)
     # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
     add_query_axis, own_out = served is None and q.dim() == 3, out
     if add_query_axis:
         q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
     if served is not None:
-        problem = served.problem
+        problem = served.tally.problem
     else:
         problem = decode_problem(
             q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, *hints, k_scale, v_scale
@@ -221,18 +230,19 @@ def decode(
         for each in (k_scale, v_scale)
         if each is not None
     ]
-    out, lse = _outputs(q, problem, out, return_lse)
+    out, lse = outputs_of(q, problem, out, return_lse)
     caches = (cache_form(k_cache), cache_form(v_cache))
     tensors = (q, *caches, *scales, cache_seqlens, block_table, out, lse)
     if served is not None:
-        plan = _planned_again(served, tensors)
+        remember_repeat("decode", values, given, form, served)
+        launch_again(served, tensors)
     else:
         scale = scale_or_default("decode", softmax_scale, problem.head_dim)
-        choice, device = _choose(problem, q)
+        tally, device = tally_for(problem, q)
         sizes = (problem.seqlen_k, device.num_sms)
-        first = (*tensors, scale, kv_layout, *sizes, choice.knobs)
-        plan = _planned(form, problem, choice, tensors, partial(choice.module.plan, *first))
-    _launch(plan, q)
+        knobs = tally.choice.knobs
+        make_plan = partial(tally.choice.module.plan, *tensors, scale, kv_layout, *sizes, knobs)
+        launch_first(form, tally, tensors, make_plan)
     if add_query_axis:
         out = out.squeeze(1) if own_out is None else own_out
         lse = None if lse is None else lse.squeeze(2)
@@ -261,26 +271,30 @@ def append_kv(
     a byte holds. Values too large for the others are cut off. Raises ProblemError naming an
     argument that does not fit.
     """
-    given = (k, v, k_cache, v_cache, slot_mapping)
-    form = (*map(form_of, (*given, k_scale, v_scale)), kv_layout)
-    recipe, module = _appended.get(form), None
-    if recipe is None:
-        switches = append_switches(*given, kv_layout, k_scale, v_scale)
-        device_of(k, _selector().tables.gpus[0].device)
-        module = _selector().module("append_kv", switches)
+    values = (kv_layout, scale_number(k_scale), scale_number(v_scale))
+    given = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    scales = () if k_scale is None else (k_scale, v_scale)
+    repeat = repeated("append_kv", values, given)
+    if repeat is not None and launch_repeat(
+        repeat, (k, v, k_cache, v_cache, *scales, slot_mapping)
+    ):
+        return
+    form = ("append_kv", values, *map(form_of, given))
+    served = served_before(form)
+    module = None
+    if served is None:
+        switches = append_switches(*given[:5], kv_layout, k_scale, v_scale)
+        device_for(k)
+        module = installed().module("append_kv", switches)
     if not len(k):
         return
     scales = [append_scale(each, k.shape[1]) for each in (k_scale, v_scale) if each is not None]
     tensors = (k, v, append_cache(k_cache), append_cache(v_cache), *scales, slot_mapping)
-    if recipe is not None:
-        plan = recipe.plan(tensors, _workspaces(k))
-    else:
-        plan, recipe = learn_recipe(
-            lambda _: module.plan(*tensors, kv_layout), tensors, _workspaces(k)
-        )
-        if recipe is not None:
-            _remember(_appended, form, recipe)
-    _launch(plan, k)
+    if served is not None:
+        remember_repeat("append_kv", values, given, form, served)
+        launch_again(served, tensors)
+    elif module is not None:
+        launch_first(form, None, tensors, lambda _: module.plan(*tensors, kv_layout))
 
 
 def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> dict[str, Any]:
@@ -290,86 +304,6 @@ def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> d
     tuned sizes in doublings, and the regret measured for the tuned problem.
     """
     function(*arguments, **keywords)
-    problem, choice = _last_choice[0]
-    return {"problem": problem, **choice._asdict(), "module": choice.module.__name__}
-
-
-def coverage() -> dict[str, int]:
-    """How many calls were served how since the module was imported."""
-    return dict(_selector().counts)
-
-
-_last_choice: list[tuple[Problem, Choice]] = []
-
-
-def _selector() -> Selector:
-    if not _selectors:
-        raise RuntimeError(
-            "no tables are installed: this is the source, export a module to call it"
-        )
-    return _selectors[0]
-
-
-def _choose(problem: Problem, q: torch.Tensor) -> tuple[Choice, Device]:
-    selector = _selector()
-    device = device_of(q, selector.tables.gpus[0].device)
-    choice = selector.choose(problem, device)
-    _last_choice[:] = [(problem, choice)]
-    return choice, device
-
-
-def _outputs(
-    q: torch.Tensor, problem: Problem, out: torch.Tensor | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if out is None:
-        out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    if not return_lse:
-        return out, None
-    shape = (problem.batch, problem.num_heads, problem.seqlen_q)[: q.dim() - 1]
-    return out, torch.empty(shape, dtype=torch.float32, device=q.device)
-
-
-def _planned(
-    form: tuple[Any, ...],
-    problem: Problem,
-    choice: Choice,
-    tensors: Sequence[Any],
-    make_plan: Callable[[NewWorkspace], list[Launch]],
-) -> list[Launch]:
-    """The plan of a call of a form not seen before, which is then served by its recipe."""
-    plan, recipe = learn_recipe(make_plan, tensors, _workspaces(tensors[0]))
-    if recipe is not None:
-        _remember(_served, form, Served(problem, choice, recipe))
-    return plan
-
-
-def _remember(known: dict[tuple[Any, ...], Any], form: tuple[Any, ...], learnt: Any) -> None:
-    if len(known) == MOST_FORMS:
-        known.clear()
-    known[form] = learnt
-
-
-def _planned_again(served: Served, tensors: Sequence[Any]) -> list[Launch]:
-    """The plan of a call whose form was seen before."""
-    _selector().counts[served.choice.how] += 1
-    _last_choice[:] = [(served.problem, served.choice)]
-    return served.recipe.plan(tensors, _workspaces(tensors[0]))
-
-
-def _launch(plan: list[Launch], q: torch.Tensor) -> None:
-    """Run the plan on the tensors' own device, current or not."""
-    if not q.is_cuda:
-        run_plan(plan)
-        return
-    if q.device.index == torch.cuda.current_device():
-        refuse_unloaded(plan)
-        run_plan(plan)
-        return
-    with torch.cuda.device(q.device):
-        refuse_unloaded(plan)
-        run_plan(plan)
-
-
-def _workspaces(q: torch.Tensor) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-    """A maker of scratch tensors; the caching allocator orders their reuse by stream."""
-    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=q.device)
+    tally = last_tally[0]
+    choice = tally.choice
+    return {"problem": tally.problem, **choice._asdict(), "module": choice.module.__name__}

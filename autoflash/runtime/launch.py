@@ -18,15 +18,15 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def run_plan(plan: Sequence[Launch]) -> None:
-    """Launch every kernel of the plan on the current stream, in order."""
+def run_plan(plan: Sequence[Launch]) -> list[Any]:
+    """Launch every kernel of the plan on the current stream, in order; the compiled kernels."""
     if interpreted():
         mend_interpreter()
-        for kernel, grid, arguments, _ in plan:
-            kernel[grid](*arguments)
-        return
-    for kernel, grid, arguments, options in plan:
+        return [kernel[grid](*arguments) for kernel, grid, arguments, _ in plan]
+    return [
         kernel[grid](*arguments, enable_fp_fusion=True, **options)
+        for kernel, grid, arguments, options in plan
+    ]
 
 
 def compile_plan(plan: Sequence[Launch]) -> list[Any]:

@@ -32,6 +32,7 @@ class Recipe(NamedTuple):
 
     steps: tuple[Step, ...]
     workspaces: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    num_tensors: int
 
     def plan(self, tensors: Sequence[Any], new_workspace: NewWorkspace) -> list[Launch]:
         """The launches for these tensors, in the order of those it was learnt from."""
@@ -42,7 +43,7 @@ class Recipe(NamedTuple):
             for place, which in places:
                 filled[place] = named[which]
             for place, which in descriptors:
-                filled[place] = _with_base(arguments[place], named[which])
+                filled[place] = with_base(arguments[place], named[which])
             plan.append((kernel, grid, filled, options))
         return plan
 
@@ -95,13 +96,13 @@ def learn_recipe(
                 kept[place] = None  # a recipe keeps no tensor alive
             else:
                 descriptors.append((place, which[id(named)]))
-                kept[place] = _with_base(argument, None)
+                kept[place] = with_base(argument, None)
         steps.append(Step(kernel, grid, tuple(kept), options, tuple(places), tuple(descriptors)))
     workspaces = tuple((tuple(tensor.shape), tensor.dtype) for tensor in made)
-    return plan, Recipe(tuple(steps), workspaces)
+    return plan, Recipe(tuple(steps), workspaces, len(tensors))
 
 
-def _with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
+def with_base(descriptor: Any, base: Any) -> Any:
     """The descriptor for another tensor of the same form, whose checks it has passed."""
     other = object.__new__(type(descriptor))
     other.__dict__.update(descriptor.__dict__)

@@ -15,6 +15,11 @@ QUANTISED_WORDS = {torch.float8_e4m3fn: torch.uint16, torch.int8: torch.int16}
 Scale = float | torch.Tensor
 
 
+def scale_number(scale: Scale | None) -> float | None:
+    """The scale if it is a number."""
+    return None if isinstance(scale, torch.Tensor) else scale
+
+
 def scales_granularity(
     function: str,
     k_scale: Scale | None,

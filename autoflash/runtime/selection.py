@@ -85,12 +85,10 @@ class Choice(NamedTuple):
 
 
 class Selector:
-    """Chooses from tables. One per exported module; remembers what it chose and how often."""
+    """Chooses from tables. One per exported module."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
-        self.counts = {"exact": 0, "bucket": 0, "nearest": 0, "default": 0}
-        self._choices: dict[tuple[Problem, Device], Choice] = {}
         self._noticed: set[str] = set()
 
     def choose(self, problem: Problem, device: Device, strict: bool = False) -> Choice:
@@ -99,14 +97,6 @@ class Selector:
         A row is used only where its config is valid for the problem. Raises ProblemError for a
         problem that nothing serves; `strict` raises LookupError on a GPU without rows.
         """
-        choice = self._choices.get((problem, device))
-        if choice is None:
-            choice = self._search(problem, device, strict)
-            self._choices[problem, device] = choice
-        self.counts[choice.how] += 1
-        return choice
-
-    def _search(self, problem: Problem, device: Device, strict: bool) -> Choice:
         table = self._table(device, strict)
         key, sizes = match_key(problem), match_sizes(problem)
         found: list[tuple[float, Row]] = []

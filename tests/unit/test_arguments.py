@@ -120,10 +120,12 @@ def test_decode_names_the_argument_that_does_not_fit(changes, message):
 
 
 def test_an_argument_that_is_not_served_yet_is_refused_by_name():
-    refuse_arguments("prefill", softcap=0.0, window=(-1, -1), bias=None, deterministic=False)
-    for name, value in (("softcap", 30.0), ("window", (128, 0)), ("bias", torch.zeros(1))):
-        with pytest.raises(ProblemError, match=f"prefill: {name} is not supported yet"):
-            refuse_arguments("prefill", **{name: value})
+    names = ("softcap", "window", "bias")
+    refuse_arguments("prefill", names, (None, None, None))
+    for place, value in enumerate((30.0, (128, 0), torch.zeros(3))):
+        given = tuple(value if place == n else None for n in range(3))
+        with pytest.raises(ProblemError, match=f"prefill: {names[place]} is not supported yet"):
+            refuse_arguments("prefill", names, given)
 
 
 def test_an_output_of_another_shape_or_type_is_refused():

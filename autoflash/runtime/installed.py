@@ -1,0 +1,52 @@
+"""The tables that the functions of this module choose from, and what they chose."""
+
+from __future__ import annotations
+
+import torch
+
+from .device import Device, device_of
+from .problem import Problem
+from .selection import Selector, Tables
+from .served import forget_served
+from .tally import Tally
+
+_selectors: list[Selector] = []
+_tallies: dict[tuple[Problem, Device], Tally] = {}
+
+
+def install_tables(tables: Tables) -> None:
+    """Give prefill(), decode() and append_kv() the tables they choose from."""
+    _selectors[:] = [Selector(tables)]
+    _tallies.clear()
+    forget_served()
+
+
+def installed() -> Selector:
+    if not _selectors:
+        raise RuntimeError(
+            "no tables are installed: this is the source, export a module to call it"
+        )
+    return _selectors[0]
+
+
+def device_for(q: torch.Tensor) -> Device:
+    """The device a tensor lies on; in the interpreter, the first that the tables know."""
+    return device_of(q, installed().tables.gpus[0].device)
+
+
+def tally_for(problem: Problem, q: torch.Tensor) -> tuple[Tally, Device]:
+    """What serves the problem where `q` lies, chosen at its first call."""
+    device = device_for(q)
+    tally = _tallies.get((problem, device))
+    if tally is None:
+        tally = Tally(problem, installed().choose(problem, device))
+        _tallies[problem, device] = tally
+    return tally, device
+
+
+def coverage() -> dict[str, int]:
+    """How many calls were served how since the module was imported."""
+    served = {"exact": 0, "bucket": 0, "nearest": 0, "default": 0}
+    for tally in _tallies.values():
+        served[tally.choice.how] += tally.calls
+    return served

@@ -1,0 +1,25 @@
+"""Tally: how often each problem was called, and what served it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .problem import Problem
+from .selection import Choice
+
+
+@dataclass(slots=True)
+class Tally:
+    """The calls that posed one problem on one type of device."""
+
+    problem: Problem
+    choice: Choice
+    calls: int = 0
+
+
+last_tally: list[Tally] = []  # of the last call, for explain()
+
+
+def count_call(tally: Tally) -> None:
+    tally.calls += 1
+    last_tally[:] = (tally,)
