@@ -113,15 +113,18 @@ def prefill(
         batch_invariant or None,
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
-    values = (causal, layout, return_lse, softmax_scale, softcap, *window)
     given = (q, k, v, out, alibi_slopes, bias, sinks)
-    repeat = repeated("prefill", values, given)
+    key = (
+        *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window),
+        *(out is None, alibi_slopes is None, bias is None, sinks is None),
+    )
+    repeat = repeated(key, given)
     if repeat is not None:
         result, lse = outputs_of(q, repeat.served.tally.problem, out, return_lse)
         if launch_repeat(repeat, (q, k, v, result, lse, alibi_slopes, bias, sinks)):
             return (result, lse) if lse is not None else result
     modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks)
-    form = ("prefill", values, *map(form_of, given))
+    form = (key, *map(form_of, given))
     served = served_before(form)
     if served is None:
         problem = prefill_problem(q, k, v, causal, layout, modifiers)
@@ -135,7 +138,7 @@ def prefill(
         make_plan = partial(prefill_plan, tally.choice.module, problem, modifiers, *first)
         launch_first(form, tally, (q, k, v, out, lse, *modifiers.tensors), make_plan)
     else:
-        remember_repeat("prefill", values, given, form, served)
+        remember_repeat(key, given, form, served)
         out, lse = outputs_of(q, served.tally.problem, out, return_lse)
         launch_again(served, (q, k, v, out, lse, *modifiers.tensors))
     return (out, lse) if lse is not None else out
@@ -199,17 +202,20 @@ def decode(
     )
     refuse_arguments("decode", DECODE_OTHERS, others)
     hints = (max_seqlen_k, lengths, pages)
-    steps = (scale_number(k_scale), scale_number(v_scale))
-    values = (kv_layout, *hints, return_lse, softmax_scale, *steps)
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out)
-    repeat = None if check else repeated("decode", values, given)
+    key = (
+        *("decode", kv_layout, *hints, return_lse, softmax_scale),
+        *(scale_number(k_scale), scale_number(v_scale)),
+        *(block_table is None, k_scale is None, v_scale is None, out is None),
+    )
+    repeat = None if check else repeated(key, given)
     if repeat is not None:
         result, lse = outputs_of(q, repeat.served.tally.problem, out, return_lse)
         scales = () if k_scale is None else (k_scale, v_scale)
         read = (q, k_cache, v_cache, *scales, cache_seqlens, block_table)
         if launch_repeat(repeat, (*read, result, lse)):
             return (result, lse) if lse is not None else result
-    form = ("decode", values, *map(form_of, given))
+    form = (key, *map(form_of, given))
     served = served_before(form)
     # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
     add_query_axis, own_out = served is None and q.dim() == 3, out
@@ -234,7 +240,7 @@ def decode(
     caches = (cache_form(k_cache), cache_form(v_cache))
     tensors = (q, *caches, *scales, cache_seqlens, block_table, out, lse)
     if served is not None:
-        remember_repeat("decode", values, given, form, served)
+        remember_repeat(key, given, form, served)
         launch_again(served, tensors)
     else:
         scale = scale_or_default("decode", softmax_scale, problem.head_dim)
@@ -271,15 +277,16 @@ def append_kv(
     a byte holds. Values too large for the others are cut off. Raises ProblemError naming an
     argument that does not fit.
     """
-    values = (kv_layout, scale_number(k_scale), scale_number(v_scale))
+    numbers = (scale_number(k_scale), scale_number(v_scale))
+    key = ("append_kv", kv_layout, *numbers, k_scale is None, v_scale is None)
     given = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     scales = () if k_scale is None else (k_scale, v_scale)
-    repeat = repeated("append_kv", values, given)
+    repeat = repeated(key, given)
     if repeat is not None and launch_repeat(
         repeat, (k, v, k_cache, v_cache, *scales, slot_mapping)
     ):
         return
-    form = ("append_kv", values, *map(form_of, given))
+    form = (key, *map(form_of, given))
     served = served_before(form)
     module = None
     if served is None:
@@ -291,7 +298,7 @@ def append_kv(
     scales = [append_scale(each, k.shape[1]) for each in (k_scale, v_scale) if each is not None]
     tensors = (k, v, append_cache(k_cache), append_cache(v_cache), *scales, slot_mapping)
     if served is not None:
-        remember_repeat("append_kv", values, given, form, served)
+        remember_repeat(key, given, form, served)
         launch_again(served, tensors)
     elif module is not None:
         launch_first(form, None, tensors, lambda _: module.plan(*tensors, kv_layout))
@@ -305,5 +312,7 @@ def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> d
     """
     function(*arguments, **keywords)
     tally = last_tally[0]
+    if tally is None:
+        raise ValueError("explain: the function is neither prefill nor decode")
     choice = tally.choice
     return {"problem": tally.problem, **choice._asdict(), "module": choice.module.__name__}

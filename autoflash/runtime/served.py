@@ -55,26 +55,22 @@ def served_before(form: tuple[Any, ...]) -> Served | None:
     return _served.get(form)
 
 
-def repeated(function: str, values: tuple[Any, ...], given: Sequence[Any]) -> Repeat | None:
-    """What served the function's last call with these values, if its tensors were like these.
+def repeated(key: tuple[Any, ...], given: Sequence[Any]) -> Repeat | None:
+    """What served the last call with this key, if its tensors were like these.
 
-    They may be aligned in other ways, which a bound launch looks at. Of `given`, what is no tensor
-    is told by its type: numbers stand in `values` too.
+    They may be aligned in other ways, which a bound launch looks at. The key names the function,
+    holds all values and numbers, and says which tensors are not given.
     """
-    repeat = _repeats.get((function, values, *map(type, given)))
+    repeat = _repeats.get(key)
     if repeat is None or not repeat.check(*repeat.tensors_of(given)):
         return None
     return repeat
 
 
 def remember_repeat(
-    function: str,
-    values: tuple[Any, ...],
-    given: Sequence[Any],
-    form: tuple[Any, ...],
-    served: Served,
+    key: tuple[Any, ...], given: Sequence[Any], form: tuple[Any, ...], served: Served
 ) -> None:
-    """Let calls with these values and tensors like these be served so without their form."""
+    """Let calls with this key and tensors like these be served so without their form."""
     if served.bound is None:
         return
     repeat = _checked.get(form)
@@ -88,7 +84,7 @@ def remember_repeat(
         repeat = _checked[form] = Repeat(served, served.bound, tensors_of, check)
     if len(_repeats) == MOST_FORMS:
         _repeats.clear()
-    _repeats[function, values, *map(type, given)] = repeat
+    _repeats[key] = repeat
 
 
 def launch_first(
@@ -98,8 +94,7 @@ def launch_first(
     make_plan: Callable[[NewWorkspace], list[Launch]],
 ) -> None:
     """Plan and launch a call of a form not seen before, which is then served by its recipe."""
-    if tally is not None:
-        count_call(tally)
+    count_call(tally)
     plan, recipe = learn_recipe(make_plan, tensors, _workspaces(tensors[0]))
     compiled = _launch(plan, tensors[0])
     if recipe is None:
@@ -111,8 +106,7 @@ def launch_first(
 
 def launch_again(served: Served, tensors: Sequence[Any]) -> None:
     """Launch for these tensors what served others of their form."""
-    if served.tally is not None:
-        count_call(served.tally)
+    count_call(served.tally)
     if served.bound is None or not served.bound.launch(tensors):
         _launch(served.recipe.plan(tensors, _workspaces(tensors[0])), tensors[0])
 
@@ -121,8 +115,7 @@ def launch_repeat(repeat: Repeat, tensors: Sequence[Any]) -> bool:
     """The same by the bound launches alone; False where they cannot, and nothing is launched."""
     if not repeat.bound.launch(tensors):
         return False
-    if repeat.served.tally is not None:
-        count_call(repeat.served.tally)
+    count_call(repeat.served.tally)
     return True
 
 

@@ -17,9 +17,11 @@ class Tally:
     calls: int = 0
 
 
-last_tally: list[Tally] = []  # of the last call, for explain()
+last_tally: list[Tally | None] = [None]  # of the last call, for explain()
 
 
-def count_call(tally: Tally) -> None:
-    tally.calls += 1
-    last_tally[:] = (tally,)
+def count_call(tally: Tally | None) -> None:
+    """Count a call; None of those that are not counted."""
+    if tally is not None:
+        tally.calls += 1
+        last_tally[0] = tally

@@ -18,7 +18,6 @@ from autoflash.store import shipped_winners
 
 H200 = known("NVIDIA_H200")
 NUMBERS = count()
-STREAM, KERNEL = 3, 4  # places among the C launcher's arguments
 LENGTHS = torch.tensor([900, 70], dtype=torch.int32)
 
 
@@ -37,7 +36,7 @@ def driver(monkeypatch):
 
 
 @pytest.fixture
-def new_module(text, tmp_path, monkeypatch):
+def new_module(text, tmp_path, monkeypatch, driver):
     """A maker of modules that nobody called, which take the CPU for an H200."""
 
     def make():
@@ -49,6 +48,8 @@ def new_module(text, tmp_path, monkeypatch):
         spec.loader.exec_module(module)
         h200 = module.Device(**{name: getattr(H200, name) for name in Device._fields})
         monkeypatch.setattr(module, "device_of", lambda tensor, interpreted_as: h200)
+        monkeypatch.setattr(module, "cuda_launcher", lambda: driver.cuda_launch)
+        monkeypatch.setattr(module, "map_address", driver.map_address)
         return module
 
     return make
@@ -85,17 +86,16 @@ def append(module):
 
 
 def told(launched, tensors):
-    """The launches with names in place of where the call's tensors and the kernels lie."""
+    """The launches with names in place of where the call's tensors lie."""
     names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
-    names |= {launch[KERNEL]: f"kernel {number}" for number, launch in enumerate(launched)}
 
     def name(argument):
         if isinstance(argument, TensorMap):
             return argument._replace(pointer=names[argument.pointer])
-        is_place = type(argument) is int and abs(argument) > 2**32
+        is_place = type(argument) is int and argument > 2**32
         return names.get(argument, "workspace") if is_place else argument
 
-    return [[name(argument) for argument in launch] for launch in launched]
+    return [each._replace(parameters=[*map(name, each.parameters)]) for each in launched]
 
 
 @pytest.mark.parametrize("call", [prefill, prefill_with_sinks, decode, append])
@@ -140,7 +140,7 @@ def unaligned(tensor):
 def test_a_bound_launch_goes_to_the_current_stream(bound, driver):
     for driver.stream in (5, 6):
         prefill(bound)
-    assert [launch[STREAM] for launch in driver.launched] == [5, 6]
+    assert [launch.stream for launch in driver.launched] == [5, 6]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
@@ -211,12 +211,15 @@ def test_a_listener_debugging_or_another_device_is_launched_by_triton(bound, mon
         lambda compiled, patch: patch.setattr(compiled._run, "global_scratch_size", 8),
         lambda compiled, patch: patch.setattr(compiled._run, "profile_scratch_size", 8),
         lambda compiled, patch: patch.setattr(compiled._run, "launch", print),
-        lambda compiled, patch: patch.setattr(compiled.src.fn, "arg_names", ["one"]),
+        lambda compiled, patch: patch.setattr(compiled._run, "launch_cooperative_grid", True),
+        lambda compiled, patch: patch.setattr(compiled, "packed_metadata", (4, 2, 0)),
+        lambda compiled, patch: patch.setitem(compiled.src.signature, "more", "i32"),
+        lambda compiled, patch: patch.setitem(compiled.src.signature, "out", "fp16"),
         lambda compiled, patch: patch.setattr(compiled, "metadata", None),
     ],
     ids=[
         *("triton", "instrumented", "debug", "interpreter"),
-        *("scratch", "profile", "launcher", "names", "metadata"),
+        *("scratch", "profile", "launcher", "cooperative", "cluster", "names", "type", "metadata"),
     ],
 )
 def test_what_is_not_known_is_not_bound(bound, unknown, monkeypatch):
@@ -230,12 +233,11 @@ def test_what_is_not_known_is_not_bound(bound, unknown, monkeypatch):
 
 def test_tensors_of_another_form_are_not_taken_for_the_last_calls(bound):
     """Each of what triton compiles for, and of what a plan reads, is told apart."""
-    values = (True, "bshd", False, None, 0.0, -1, -1)
+    (key,) = bound._repeats
     tensors = prefill(bound)
 
     def is_repeat(**changes):
-        given = (*{**tensors, **changes}.values(), *(None,) * (3 - len(changes.keys() - tensors)))
-        return bound.repeated("prefill", values, given) is not None
+        return bound.repeated(key, tuple({**tensors, **changes}.values())) is not None
 
     q, k = tensors["q"], tensors["k"]
     assert is_repeat() and is_repeat(q=torch.empty_like(q))
@@ -246,10 +248,29 @@ def test_tensors_of_another_form_are_not_taken_for_the_last_calls(bound):
     assert not is_repeat(v=k.to("meta"))
     assert not is_repeat(q=q.clone().requires_grad_())
     assert not is_repeat(q=torch.nn.Parameter(q, requires_grad=False))
-    assert not is_repeat(out=None) and not is_repeat(sinks=normal(2))
-    assert bound.repeated("decode", values, (*tensors.values(), None, None, None)) is None
-    other = (False, *values[1:])
-    assert bound.repeated("prefill", other, (*tensors.values(), None, None, None)) is None
+
+
+def test_other_values_and_other_tensors_given_are_another_key(bound):
+    assert len(bound._repeats) == 1
+    tensors = prefill(bound)
+    out, mask = tensors.pop("out"), {"causal": True}
+    for other in (
+        {"causal": False},
+        {**mask, "layout": "bhsd"},
+        {**mask, "return_lse": True},
+        {**mask, "softmax_scale": 0.5},
+        {**mask, "softcap": 9.0},
+        {**mask, "window": (9, 0)},
+        {**mask, "window": (9, 3)},
+        {**mask, "sinks": normal(2)},
+        {**mask, "bias": normal(64, 64)},
+        {**mask, "alibi_slopes": torch.ones(2)},
+    ):
+        bound.prefill(**tensors, **other, out=out)
+        bound.prefill(**tensors, **other, out=out)
+    bound.prefill(**tensors, causal=True)
+    bound.prefill(**tensors, causal=True)
+    assert len(bound._repeats) == 12
 
 
 def test_a_call_in_inference_mode_is_bound_too(bound, monkeypatch):
@@ -270,13 +291,41 @@ def test_a_gradient_that_may_be_asked_for_is_looked_at_on_every_call(driver, new
 
 def test_a_map_is_encoded_once_for_an_address(bound, driver, monkeypatch):
     tensors = prefill(bound)
-    encoded = driver.encoded
+    known = len(driver.maps)
     for _ in range(3):
         prefill(bound, **tensors)
-    assert driver.encoded == encoded
+    assert len(driver.maps) == known
     monkeypatch.setattr(bound, "MOST_TENSOR_MAPS", 1)
     prefill(bound, **tensors)
     others = prefill(bound)
-    launched = driver.launched[-1]
-    maps = [argument.pointer for argument in launched if isinstance(argument, TensorMap)]
+    parameters = driver.launched[-1].parameters
+    maps = [argument.pointer for argument in parameters if isinstance(argument, TensorMap)]
     assert maps[:3] == [others[name].data_ptr() for name in ("q", "k", "v")]
+
+
+def test_a_thread_without_a_context_is_launched_by_triton(bound, monkeypatch):
+    monkeypatch.setattr(bound, "cuda_launcher", lambda: lambda *_: 201)
+    assert launches_by_triton(bound, lambda: prefill(bound), monkeypatch)
+
+
+def test_an_error_of_cuda_is_raised(bound, monkeypatch):
+    monkeypatch.setattr(bound, "cuda_launcher", lambda: lambda *_: 719)
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        prefill(bound)
+
+
+def test_without_cudas_launch_call_or_where_a_map_is_not_found_nothing_is_bound(
+    new_module, monkeypatch
+):
+    module = new_module()
+    monkeypatch.setattr(module, "map_address", lambda tensor_map: None)
+    prefill(module)
+    assert [served.bound for served in module._served.values()] == [None]
+
+    def missing():
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    module = new_module()
+    monkeypatch.setattr(module, "cuda_launcher", missing)
+    prefill(module)
+    assert [served.bound for served in module._served.values()] == [None]
