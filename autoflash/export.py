@@ -1,5 +1,6 @@
 """Export: measured winners become one module that needs torch and triton only."""
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,8 @@ def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
             _tables_text(winners, rows),
         ]
     )
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    text += f'register_operators("autoflash_{digest}", prefill, decode, append_kv)\n'
     if not text.isascii():
         raise ExportError("the module would not be ASCII: a GPU's name or a template is not")
     return text

@@ -59,7 +59,12 @@ def prefill_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
     def direct(one: Inputs) -> Call:
         return functools.partial(module.prefill, one.q, one.k, one.v, causal=True)
 
-    return {"out given": given_out, "direct": direct}
+    def operator(one: Inputs) -> Call:
+        operators = getattr(torch.ops, module.operator_namespace())
+        values = (one.q, one.k, one.v, None, None, None, True, -1, -1, None, 0.0, "bshd")
+        return functools.partial(operators.prefill.default, *values)
+
+    return {"out given": given_out, "direct": direct, "operator": operator}
 
 
 def decode_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
@@ -77,9 +82,17 @@ def decode_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
             **more,
         )
 
+    def operator(one: Inputs) -> Call:
+        operators = getattr(torch.ops, module.operator_namespace())
+        read = (one.q[:, 0], one.k, one.v, one.cache_seqlens, one.block_table)
+        hints = (one.problem.seqlen_k, "ragged", "permuted")
+        values = (*read, None, None, None, None, "nhd", *hints, None, False)
+        return functools.partial(operators.decode.default, *values)
+
     return {
         "out given": lambda one: given_out(one, out=torch.empty_like(one.q[:, 0])),
         "direct": given_out,
+        "operator": operator,
     }
 
 

@@ -19,6 +19,7 @@ from .arguments import (
 )
 from .installed import device_for, installed, tally_for
 from .modifiers import Modifiers, modifiers_of, prefill_plan
+from .operators import append_kv_traced, decode_traced, prefill_traced
 from .recipe import form_of
 from .scales import Scale, cache_form, scale_form, scale_number
 from .served import (
@@ -113,6 +114,10 @@ def prefill(
         batch_invariant or None,
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
+    if torch.compiler.is_compiling():
+        modifying = (alibi_slopes, bias, sinks)
+        numbers = (softmax_scale, softcap)
+        return prefill_traced(q, k, v, causal, window, *numbers, modifying, layout, out, return_lse)
     given = (q, k, v, out, alibi_slopes, bias, sinks)
     key = (
         *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window),
@@ -202,6 +207,9 @@ def decode(
     )
     refuse_arguments("decode", DECODE_OTHERS, others)
     hints = (max_seqlen_k, lengths, pages)
+    if torch.compiler.is_compiling():
+        read = (q, k_cache, v_cache, cache_seqlens, block_table, (k_scale, v_scale), kv_layout)
+        return decode_traced(*read, hints, softmax_scale, check, out, return_lse)
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out)
     key = (
         *("decode", kv_layout, *hints, return_lse, softmax_scale),
@@ -277,6 +285,10 @@ def append_kv(
     a byte holds. Values too large for the others are cut off. Raises ProblemError naming an
     argument that does not fit.
     """
+    if torch.compiler.is_compiling():
+        tensors = (k, v, k_cache, v_cache, slot_mapping)
+        append_kv_traced(tensors, (k_scale, v_scale), kv_layout)
+        return
     numbers = (scale_number(k_scale), scale_number(v_scale))
     key = ("append_kv", kv_layout, *numbers, k_scale is None, v_scale is None)
     given = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)

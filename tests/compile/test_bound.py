@@ -153,6 +153,7 @@ def test_a_tensor_that_is_not_aligned_as_it_was_is_launched_by_triton(bound, nam
     assert launches_by_triton(bound, call, monkeypatch)
     assert launches_by_triton(bound, call, monkeypatch)
     assert not launches_by_triton(bound, lambda: prefill(bound), monkeypatch)
+    assert [served.bound is None for served in bound._served.values()] == [False, True]
 
 
 def test_a_workspace_that_is_not_aligned_is_launched_by_triton(driver, new_module, monkeypatch):

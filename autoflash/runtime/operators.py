@@ -1,0 +1,203 @@
+"""The functions as operators of torch, in a namespace of this module's own, for torch.compile.
+
+A graph holds the operator and never looks inside; called eagerly the functions are cheaper as they
+are. Gradients are to be registered here, beside the shapes, once there is a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+
+from .problem import ProblemError
+from .scales import Scale, scale_number
+
+PREFILL_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, bool causal,"
+    " SymInt window_left, SymInt window_right, float? softmax_scale, float softcap, str layout"
+)
+DECODE_SCHEMA = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table,"
+    " Tensor? k_scale, Tensor? v_scale, float? k_number, float? v_number, str kv_layout,"
+    " SymInt? max_seqlen_k, str lengths, str pages, float? softmax_scale, bool check"
+)
+APPEND_SCHEMA = (
+    "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
+    " Tensor(c!)? k_scale, Tensor(d!)? v_scale, float? k_number, float? v_number, str kv_layout"
+)
+OPERATOR_SCHEMAS = {
+    "prefill": f"({PREFILL_SCHEMA}) -> (Tensor out, Tensor lse)",
+    "prefill_out": f"({PREFILL_SCHEMA}, Tensor(a!) out) -> Tensor lse",
+    "decode": f"({DECODE_SCHEMA}) -> (Tensor out, Tensor lse)",
+    "decode_out": f"({DECODE_SCHEMA}, Tensor(a!) out) -> Tensor lse",
+    "append_kv": f"({APPEND_SCHEMA}) -> ()",
+}
+
+_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
+_operators: dict[str, Any] = {}
+
+
+def register_operators(
+    namespace: str,
+    prefill: Callable[..., Any],
+    decode: Callable[..., Any],
+    append_kv: Callable[..., Any],
+) -> None:
+    """Define the operators that call these functions.
+
+    A module that is imported twice in a process has two namespaces, and each its own counts.
+    """
+    tried = (f"{namespace}_{number}" if number else namespace for number in count())
+    own = next(name for name in tried if not hasattr(getattr(torch.ops, name), "prefill"))
+    library = torch.library.Library(own, "FRAGMENT")
+    kernels = _kernels(prefill, decode, append_kv)
+    shapes = {
+        "prefill": _prefill_results,
+        "prefill_out": lambda *given: _prefill_results(*given[:-1])[1],
+        "decode": _decode_results,
+        "decode_out": lambda *given: _decode_results(*given[:-1])[1],
+        "append_kv": lambda *given: None,
+    }
+    for name, schema in OPERATOR_SCHEMAS.items():
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for device in ("CUDA", "CPU"):  # of the CPU, in triton's interpreter
+            library.impl(name, kernels[name], device)
+        torch.library.register_fake(f"{own}::{name}", shapes[name], lib=library)
+        _operators[name] = getattr(getattr(torch.ops, own), name).default
+    _libraries.append(library)
+
+
+def operator_namespace() -> str:
+    """Where the operators are: `torch.ops.<this>.prefill`, decode, append_kv and the rest."""
+    return _operators["prefill"].namespace
+
+
+def prefill_traced(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window: tuple[int, int],
+    softmax_scale: float | None,
+    softcap: float,
+    tensors: tuple[torch.Tensor | None, ...],
+    layout: str,
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """prefill() of a graph that torch.compile makes; `tensors` are slopes, bias and sinks."""
+    _refuse_traced_gradients("prefill", q, k, v, *tensors)
+    values = (q, k, v, *tensors, causal, *window, softmax_scale, softcap, layout)
+    return _called("prefill", values, out, return_lse)
+
+
+def decode_traced(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    scales: tuple[Scale | None, Scale | None],
+    kv_layout: str,
+    hints: tuple[int | None, str, str],
+    softmax_scale: float | None,
+    check: bool,
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """decode() of a graph that torch.compile makes."""
+    _refuse_traced_gradients("decode", q, k_cache, v_cache)
+    read = (q, k_cache, v_cache, cache_seqlens, block_table)
+    values = (*read, *_tensors_and_numbers(*scales), kv_layout, *hints, softmax_scale, check)
+    return _called("decode", values, out, return_lse)
+
+
+def append_kv_traced(
+    tensors: tuple[torch.Tensor, ...], scales: tuple[Scale | None, Scale | None], kv_layout: str
+) -> None:
+    """append_kv() of a graph that torch.compile makes."""
+    _operators["append_kv"](*tensors, *_tensors_and_numbers(*scales), kv_layout)
+
+
+def _called(
+    name: str, values: tuple[Any, ...], out: torch.Tensor | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if out is None:
+        result, lse = _operators[name](*values)
+    else:
+        result, lse = out, _operators[f"{name}_out"](*values, out)
+    return (result, lse) if return_lse else result
+
+
+def _refuse_traced_gradients(function: str, *tensors: torch.Tensor | None) -> None:
+    asked = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    if asked and torch.is_grad_enabled():
+        raise ProblemError(f"{function}: there is no backward yet; call under torch.no_grad()")
+
+
+def _tensors_and_numbers(*scales: Scale | None) -> tuple[Any, ...]:
+    """Scales as operators take them: the tensors among them, then the numbers."""
+    numbers = [scale_number(scale) for scale in scales]
+    tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scales]
+    return (*tensors, *numbers)
+
+
+def _kernels(
+    prefill: Callable[..., Any], decode: Callable[..., Any], append_kv: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
+    """What the operators run: the functions with the operators' arguments."""
+
+    def run_prefill(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        names = ("alibi_slopes", "bias", "sinks", "causal", "left", "right")
+        given = dict(zip((*names, "softmax_scale", "softcap", "layout", "out"), rest))
+        window = (given.pop("left"), given.pop("right"))
+        return prefill(q, k, v, window=window, return_lse=True, **given)
+
+    def run_decode(q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, *rest: Any) -> Any:
+        table, k_scale, v_scale, k_number, v_number, *others = rest
+        names = ("kv_layout", "max_seqlen_k", "lengths", "pages", "softmax_scale", "check", "out")
+        return decode(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            block_table=table,
+            k_scale=k_number if k_scale is None else k_scale,
+            v_scale=v_number if v_scale is None else v_scale,
+            return_lse=True,
+            **dict(zip(names, others)),
+        )
+
+    def run_append(*given: Any) -> None:
+        *tensors, k_scale, v_scale, k_number, v_number, kv_layout = given
+        append_kv(
+            *tensors,
+            kv_layout=kv_layout,
+            k_scale=k_number if k_scale is None else k_scale,
+            v_scale=v_number if v_scale is None else v_scale,
+        )
+
+    return {
+        "prefill": run_prefill,
+        "prefill_out": lambda *given: run_prefill(*given)[1],
+        "decode": run_decode,
+        "decode_out": lambda *given: run_decode(*given)[1],
+        "append_kv": run_append,
+    }
+
+
+def _prefill_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+    """What prefill gives for tensors of these shapes, without values."""
+    tokens, heads = (1, 2) if rest[8] == "bshd" else (2, 1)
+    lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[tokens]), dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+
+
+def _decode_results(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: Any) -> Any:
+    """The same of decode."""
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else q.shape[:2]
+    out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+    return out, q.new_empty(shape, dtype=torch.float32)

@@ -1,0 +1,173 @@
+"""The exported functions under torch.compile: whole graphs, the same bits, torch's own checks."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from exported_calls import make_tensors
+
+from autoflash.export import export
+from autoflash.problem import Problem
+from autoflash.store import shipped_winners
+
+PREFILL = Problem("prefill", "bf16", 1, 4, 2, 32, 20, 40)
+PAGED = Problem("decode", "bf16", 3, 4, 2, 32, 1, 40, page_size=4, lengths="ragged")
+
+
+@pytest.fixture(scope="module")
+def text():
+    return export(shipped_winners()).text
+
+
+@pytest.fixture(scope="module")
+def module(text, tmp_path_factory):
+    return imported(text, tmp_path_factory.mktemp("exported"), "compiled_dispatch")
+
+
+def imported(text, folder, name):
+    path = folder / "attention_dispatch.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def tensors_of(problem, seed=1):
+    return make_tensors({**problem.__dict__, "seed": seed}, "cpu")
+
+
+def prefill_call(seed=1):
+    tensors = tensors_of(PREFILL, seed)
+    return [tensors[name] for name in "qkv"]
+
+
+def decode_call(seed=1):
+    tensors = tensors_of(PAGED, seed)
+    return [tensors[name] for name in ("q", "k", "v", "cache_seqlens", "block_table")]
+
+
+def graphs_of(function, *arguments):
+    """What the compiled function gives, and the names of the operators in each of its graphs."""
+    graphs = []
+
+    def backend(graph, inputs):
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append([name for name in names if name.startswith("autoflash_")])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return torch.compile(function, fullgraph=True, backend=backend)(*arguments), graphs
+
+
+def test_prefill_is_one_operator_of_one_graph(module):
+    def layer(q, k, v):
+        out, lse = module.prefill(q * 2, k, v, causal=True, window=(9, 0), return_lse=True)
+        return out + 1, lse, module.prefill(q, k, v, softcap=2.0)
+
+    for seed in (1, 2):
+        call = prefill_call(seed)
+        compiled, (names,) = graphs_of(layer, *call)
+        assert names == [f"{module.operator_namespace()}.prefill.default"] * 2
+        for ours, eager in zip(compiled, layer(*call), strict=True):
+            assert torch.equal(ours, eager)
+
+
+def test_a_step_that_appends_and_decodes_is_one_graph(module):
+    def step(q, k_cache, v_cache, lengths, table, k, v, slots, out):
+        module.append_kv(k, v, k_cache, v_cache, slots)
+        module.decode(q, k_cache, v_cache, lengths, block_table=table, out=out)
+        flat, lse = module.decode(
+            q[:, 0], k_cache, v_cache, lengths, block_table=table, return_lse=True
+        )
+        return out * 2, flat, lse
+
+    new = [torch.full((3, 2, 32), 0.5).bfloat16() for _ in "kv"]
+    results = []
+    for run in (step, lambda *given: graphs_of(step, *given)[0]):
+        call = decode_call()
+        slots = call[4][:, 0].long() * 4
+        out = torch.empty_like(call[0])
+        results.append([*run(*call, *new, slots, out), out, *call[1:3]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert (results[1][5] == 0.5).any()
+
+
+def test_other_lengths_are_served_by_one_dynamic_graph(module):
+    graphs = []
+
+    def layer(q, k, v):
+        return module.prefill(q, k, v, causal=True)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+    for keys in (40, 24, 33):
+        q, k, v = prefill_call()
+        k, v = k[0, :keys].clone()[None], v[0, :keys].clone()[None]
+        assert torch.equal(compiled(q, k, v), layer(q, k, v))
+    assert len(graphs) == 1
+
+
+def test_a_gradient_and_what_is_not_served_are_refused_while_compiling(module):
+    q, k, v = prefill_call()
+
+    def layer(q, **more):
+        return module.prefill(q, k, v, **more)
+
+    with pytest.raises(Exception, match="no backward yet"):
+        graphs_of(layer, q.clone().requires_grad_())
+    with pytest.raises(Exception, match="dropout_p is not supported yet"):
+        graphs_of(lambda q: layer(q, dropout_p=0.5), q)
+
+
+def every_operator(module):
+    """Calls of the operators with all arguments given."""
+    operators = getattr(torch.ops, module.operator_namespace())
+    q, k, v = prefill_call()
+    slopes, sinks = torch.rand(4), torch.rand(4)
+    bias = torch.rand(20, 40).bfloat16()
+    sloped = (q, k, v, slopes, None, sinks, True, 9, 0, 0.25, 3.0, "bshd")
+    biased = (q, k, v, None, bias, sinks, False, 9, 5, None, 0.0, "bshd")
+    yield operators.prefill.default, sloped
+    yield operators.prefill.default, biased
+    yield operators.prefill_out.default, (*sloped, torch.empty_like(q))
+    q, k, v, lengths, table = decode_call()
+    hints = (40, "ragged", "permuted")
+    plain = (q, k, v, lengths, table, None, None, None, None, "nhd", *hints, 0.25, True)
+    yield operators.decode.default, plain
+    yield operators.decode.default, (q[:, 0], *plain[1:])
+    yield operators.decode_out.default, (*plain, torch.empty_like(q))
+    k8, v8 = ((cache * 8).nan_to_num().to(torch.int8) for cache in (k, v))
+    scales = (torch.rand(2) + 1, None, None, 0.5)
+    yield operators.decode.default, (q, k8, v8, lengths, table, *scales, *plain[9:])
+    new = [torch.rand(2, 2, 32).bfloat16() for _ in "kv"]
+    slots = torch.tensor([3, -1])
+    yield operators.append_kv.default, (*new, k, v, slots, None, None, None, None, "nhd")
+    token_scales = [torch.rand(k8.shape[:3]) for _ in "kv"]
+    yield (
+        operators.append_kv.default,
+        (*new, k8, v8, slots, *token_scales, None, None, "nhd"),
+    )
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_torchs_own_check_of_operators_passes(module, number):
+    operator, arguments = list(every_operator(module))[number]
+    assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
+def test_two_imports_of_one_module_have_operators_of_their_own(module, text, tmp_path):
+    other = imported(text, tmp_path, "compiled_dispatch_again")
+    assert other.operator_namespace() != module.operator_namespace()
+    before = sum(module.coverage().values())
+    torch.compile(other.prefill, fullgraph=True, backend="eager")(*prefill_call())
+    assert sum(module.coverage().values()) == before and sum(other.coverage().values()) == 1
