@@ -23,7 +23,16 @@ from autoflash.runtime.match import match_key, match_sizes
 from autoflash.single_file import joined_runtime
 from autoflash.whole_file import write_whole
 
-PUBLIC = ("ProblemError", "append_kv", "coverage", "decode", "explain", "prefill")
+PUBLIC = (
+    "ProblemError",
+    "append_kv",
+    "configure",
+    "coverage",
+    "decode",
+    "explain",
+    "prefill",
+    "self_test",
+)
 MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
 
 DOCSTRING = '''"""Attention for the GPUs and shapes listed below: {functions}.

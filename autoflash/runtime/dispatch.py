@@ -18,10 +18,12 @@ from .arguments import (
     scale_or_default,
 )
 from .installed import device_for, installed, tally_for
+from .launch import interpreted
 from .modifiers import Modifiers, modifiers_of, prefill_plan
 from .operators import append_kv_traced, decode_traced, prefill_traced
 from .recipe import form_of
 from .scales import Scale, cache_form, scale_form, scale_number
+from .self_test import SelfTestCase, run_self_test
 from .served import (
     launch_again,
     launch_first,
@@ -314,6 +316,18 @@ def append_kv(
         launch_again(served, tensors)
     elif module is not None:
         launch_first(form, None, tensors, lambda _: module.plan(*tensors, kv_layout))
+
+
+def self_test(device: torch.device | str | None = None) -> list[SelfTestCase]:
+    """Whether this module is right on this machine: small cases of every function, judged.
+
+    `device` is the current GPU, or in triton's interpreter the CPU, unless given. Gives each case's
+    error and what it may be; raises SelfTestError naming the cases that are wrong.
+    """
+    if device is None:
+        device = "cpu" if interpreted() else torch.device("cuda", torch.cuda.current_device())
+    with torch.no_grad():
+        return run_self_test(prefill, decode, append_kv, device)
 
 
 def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from .served import forget_served
 from .tally import Tally
 
 _selectors: list[Selector] = []
+_strict = [False]
 _tallies: dict[tuple[Problem, Device], Tally] = {}
 
 
@@ -29,6 +30,15 @@ def installed() -> Selector:
     return _selectors[0]
 
 
+def configure(*, strict: bool) -> None:
+    """Whether a call on a GPU that nothing was measured on is an error, LookupError, of that call.
+
+    Without it such a GPU is served by defaults, with one warning.
+    """
+    _strict[:] = [strict]
+    forget_served()  # what is served is asked again
+
+
 def device_for(q: torch.Tensor) -> Device:
     """The device a tensor lies on; in the interpreter, the first that the tables know."""
     return device_of(q, installed().tables.gpus[0].device)
@@ -37,6 +47,8 @@ def device_for(q: torch.Tensor) -> Device:
 def tally_for(problem: Problem, q: torch.Tensor) -> tuple[Tally, Device]:
     """What serves the problem where `q` lies, chosen at its first call."""
     device = device_for(q)
+    if _strict[0]:
+        installed().require_rows(device)
     tally = _tallies.get((problem, device))
     if tally is None:
         tally = Tally(problem, installed().choose(problem, device))

@@ -91,13 +91,13 @@ class Selector:
         self.tables = tables
         self._noticed: set[str] = set()
 
-    def choose(self, problem: Problem, device: Device, strict: bool = False) -> Choice:
+    def choose(self, problem: Problem, device: Device) -> Choice:
         """The config for a problem: exact, else same bucket, else nearest, else the default.
 
         A row is used only where its config is valid for the problem. Raises ProblemError for a
-        problem that nothing serves; `strict` raises LookupError on a GPU without rows.
+        problem that nothing serves.
         """
-        table = self._table(device, strict)
+        table = self._table(device)
         key, sizes = match_key(problem), match_sizes(problem)
         found: list[tuple[float, Row]] = []
         for row in table.rows if table else ():
@@ -148,7 +148,17 @@ class Selector:
         name = self.tables.names[family, *switches]
         return _selection_module(name, self.tables.texts[name])
 
-    def _table(self, device: Device, strict: bool) -> GpuTable | None:
+    def require_rows(self, device: Device) -> None:
+        """Raise LookupError on a GPU without rows."""
+        if all(table.device.identity != device.identity for table in self.tables.gpus):
+            raise LookupError(
+                f"no measurements for {device.identity}; the module knows {self._known()}"
+            )
+
+    def _known(self) -> str:
+        return ", ".join(table.device.name for table in self.tables.gpus)
+
+    def _table(self, device: Device) -> GpuTable | None:
         own = [table for table in self.tables.gpus if table.device.identity == device.identity]
         same_triton = [table for table in own if table.triton == triton.__version__]
         if own and not same_triton:
@@ -158,17 +168,16 @@ class Selector:
             )
         if own:
             return (same_triton or own)[0]
-        known = ", ".join(table.device.name for table in self.tables.gpus)
-        if strict:
-            raise LookupError(f"no measurements for {device.identity}; the module knows {known}")
-        self._notice(f"no measurements for {device.identity}, defaults serve; known: {known}")
+        self._notice(
+            f"no measurements for {device.identity}, defaults serve; known: {self._known()}"
+        )
         return None
 
     def _notice(self, text: str) -> None:
         """Warn once a process about each thing."""
         if text not in self._noticed:
             self._noticed.add(text)
-            warnings.warn(f"autoflash: {text}", stacklevel=5)
+            warnings.warn(f"autoflash: {text}", stacklevel=6)  # the caller of prefill or decode
 
 
 @cache

@@ -121,6 +121,23 @@ def test_what_was_refused_is_refused_again(module):
                 module.prefill(q, k, v, causal=True, **bad)
 
 
+def test_checking_looks_at_lengths_and_pages_on_a_known_form_too(module):
+    tensors = make_tensors(case_of(PAGED, 1), "cpu")
+    q, lengths, table = tensors["q"], tensors["cache_seqlens"], tensors["block_table"]
+
+    def decode():
+        module.decode(q, tensors["k"], tensors["v"], lengths, block_table=table, check=True)
+
+    decode()
+    table[1, 0] = 2**30
+    with pytest.raises(ValueError, match=r"block_table\[1, 0\] is 1073741824, the cache has"):
+        decode()
+    table[1, 0] = 0
+    lengths[2] = -1
+    with pytest.raises(ValueError, match="cache_seqlens holds -1"):
+        decode()
+
+
 def test_a_gradient_is_refused_on_a_known_form_too(module):
     tensors = make_tensors(case_of(PREFILL, 1), "cpu")
     q, k, v = (tensors[name] for name in "qkv")

@@ -11,6 +11,8 @@ from autoflash.runtime.arguments import (
     refuse_arguments,
     scale_or_default,
 )
+from autoflash.runtime.dispatch import DECODE_OTHERS, PREFILL_OTHERS, decode, prefill
+from autoflash.runtime.match import MATCH_RULES
 from autoflash.runtime.problem import Problem, ProblemError
 
 
@@ -126,6 +128,34 @@ def test_an_argument_that_is_not_served_yet_is_refused_by_name():
         given = tuple(value if place == n else None for n in range(3))
         with pytest.raises(ProblemError, match=f"prefill: {names[place]} is not supported yet"):
             refuse_arguments("prefill", names, given)
+
+
+REFUSED = {
+    "window": (3, 0),
+    "kv_layout": "hnd",
+    "mask": "checkerboard",
+    "deterministic": True,
+    "batch_invariant": True,
+    "dropout_p": 0.1,
+    "softcap": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(prefill, name) for name in PREFILL_OTHERS] + [(decode, name) for name in DECODE_OTHERS],
+)
+def test_each_argument_that_is_not_served_yet_is_refused_by_its_own_name(function, name):
+    tensors = [torch.zeros(2, 2)] * (3 if function is prefill else 4)
+    value = REFUSED.get(name, torch.zeros(2))
+    refused = f"{function.__name__}: {name} is not supported yet"
+    with pytest.raises(ProblemError, match=refused):
+        function(*tensors, **{name: value})
+
+
+def test_what_the_table_calls_refused_is_refused():
+    refused = {name for name, rule in MATCH_RULES.items() if rule == "refused"}
+    assert refused <= {*PREFILL_OTHERS, *DECODE_OTHERS}
 
 
 def test_an_output_of_another_shape_or_type_is_refused():

@@ -134,7 +134,7 @@ def test_tuning_only_tiny_shapes_never_decides_for_a_huge_one():  # case B26
     assert Config.of("prefill", choice.knobs) == default
 
 
-def test_no_row_serves_other_semantics():
+def test_no_row_serves_other_semantics():  # case B48
     selector = selector_of(export([winner_of(prefill_of()), winner_of(decode_of())]).text)
     for other in (
         prefill_of(dtype="fp16"),
@@ -173,7 +173,8 @@ def test_rows_of_a_gpu_that_only_shares_the_name_are_not_used():  # case B16
         with pytest.warns(UserWarning, match="no measurements for"):
             assert selector.choose(prefill_of(), other).how == "default"
         with pytest.raises(LookupError, match="no measurements for"):
-            selector.choose(prefill_of(batch=2), other, strict=True)
+            selector.require_rows(other)
+    selector.require_rows(DEVICE)
 
 
 def test_several_gpus_live_in_one_module():
