@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-import decode_peers
-import prefill_peers
 import torch
 import torch.nn.functional as F
-from harness import Call, arguments, case_result, load_module, turns, write_results
+from harness import arguments, case_result, load_module, write_results
 
 from autoflash.inputs import Inputs, make_inputs
+from autoflash.peers import PEERS, Maker, peer_versions
+from autoflash.peers.contender import told
+from autoflash.peers.prefill import in_layout
 from autoflash.problem import Problem
+from autoflash.turns import Call, turns
 
 CALLS = 200  # in a turn: two launches each are fewer than the 1024 that a stream holds
 ROUNDS, UNTIMED = 41, 3
@@ -45,8 +47,7 @@ def main() -> None:
                 result = case_result(case, times, left_out)
                 results.append(result)
                 print(case, {name: round(us, 2) for name, us in times.items()})
-    peers = prefill_peers.peer_versions() | decode_peers.peer_versions()
-    print(write_results("overhead", results, peers, calls=CALLS, rounds=ROUNDS))
+    print(write_results("overhead", results, peer_versions(), calls=CALLS, rounds=ROUNDS))
 
 
 def prefill_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
@@ -98,20 +99,20 @@ def decode_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
 
 def prefill_makers() -> dict[str, Callable[[Inputs], Call]]:
     def sdpa(one: Inputs) -> Call:
-        tensors = prefill_peers.in_layout(one, "bhsd")
+        tensors = in_layout(one, "bhsd")
         attention = F.scaled_dot_product_attention  # torch chooses the backend, as for its users
         return functools.partial(attention, *tensors, is_causal=True, enable_gqa=True)
 
     others = ("flash_attention_3", "flash_attention_4")
-    return {"sdpa": sdpa, **{name: first_call(prefill_peers.PEERS[name]) for name in others}}
+    return {"sdpa": sdpa, **{name: first_call(PEERS["prefill"][name]) for name in others}}
 
 
 def decode_makers() -> dict[str, Callable[[Inputs], Call]]:
     others = ("flashinfer", "flash_attention_3", "flash_attention_4", "vllm_triton")
-    return {name: first_call(decode_peers.PEERS[name]) for name in others}
+    return {name: first_call(PEERS["decode"][name]) for name in others}
 
 
-def first_call(maker: Callable[[list[Inputs]], Any]) -> Callable[[Inputs], Call]:
+def first_call(maker: Maker) -> Callable[[Inputs], Call]:
     """The call that a peer of the other benchmarks makes of one set of inputs."""
     return lambda one: maker([one]).calls[0]
 
@@ -126,7 +127,7 @@ def admitted(
             call = make(inputs)
             call()
         except Exception as error:  # a peer may raise anything: it is named with it
-            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            left_out[name] = told(error)
         else:
             calls[name] = call
     return calls, left_out

@@ -96,7 +96,7 @@ def launch_first(
     """Plan and launch a call of a form not seen before, which is then served by its recipe."""
     count_call(tally)
     plan, recipe = learn_recipe(make_plan, tensors, _workspaces(tensors[0]))
-    compiled = _launch(plan, tensors[0])
+    compiled = launch_plan(plan, tensors[0])
     if recipe is None:
         return
     if len(_served) == MOST_FORMS:
@@ -108,7 +108,7 @@ def launch_again(served: Served, tensors: Sequence[Any]) -> None:
     """Launch for these tensors what served others of their form."""
     count_call(served.tally)
     if served.bound is None or not served.bound.launch(tensors):
-        _launch(served.recipe.plan(tensors, _workspaces(tensors[0])), tensors[0])
+        launch_plan(served.recipe.plan(tensors, _workspaces(tensors[0])), tensors[0])
 
 
 def launch_repeat(repeat: Repeat, tensors: Sequence[Any]) -> bool:
@@ -154,7 +154,7 @@ def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | None:
     return check if check(*tensors) else None
 
 
-def _launch(plan: list[Launch], q: torch.Tensor) -> list[Any]:
+def launch_plan(plan: list[Launch], q: torch.Tensor) -> list[Any]:
     """Run the plan on the tensors' own device, current or not; the compiled kernels."""
     if not q.is_cuda:
         return run_plan(plan)
