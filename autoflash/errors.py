@@ -11,6 +11,10 @@ class WorkloadError(AutoflashError):
     """A workload file that cannot be used: file, key, reason."""
 
 
+class TraceError(AutoflashError):
+    """A trace of calls that cannot be used: file, line, reason."""
+
+
 class UnsupportedError(AutoflashError):
     """No family serves the problem on this GPU; the text names each family's reason."""
 

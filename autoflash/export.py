@@ -32,6 +32,7 @@ PUBLIC = (
     "explain",
     "prefill",
     "self_test",
+    "write_trace",
 )
 MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
 

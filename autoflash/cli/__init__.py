@@ -12,6 +12,7 @@ import typer
 from autoflash import __version__
 from autoflash.cli import db
 from autoflash.cli.bench import bench
+from autoflash.cli.coverage import coverage
 from autoflash.cli.doctor import doctor
 from autoflash.cli.explain import explain
 from autoflash.cli.export import export
@@ -33,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for command in (
-    *(tune, export, bench),
+    *(tune, export, bench, coverage),
     *(query, explain, profile, report),
     *(render, space, workload, schema, doctor),
 ):

@@ -29,7 +29,13 @@ def budget_seconds(text: str) -> float:
 
 
 def tune(
-    workload: Annotated[Path, typer.Argument(metavar="WORKLOAD", help="A YAML file.")],
+    workload: Annotated[
+        Path | None, typer.Argument(metavar="WORKLOAD", help="A YAML file, or else --from-trace.")
+    ] = None,
+    from_trace: Annotated[
+        Path | None,
+        typer.Option("--from-trace", metavar="FILE", help="Calls that an exported module wrote."),
+    ] = None,
     db: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The database, else $AUTOFLASH_DB, else yours."),
@@ -77,8 +83,9 @@ def tune(
     GPU it compiles, checks in an interpreter and predicts, and says so.
     """
     from autoflash.tune import tune as tuned
-    from autoflash.workload import load_workload
 
+    if (workload is None) == (from_trace is None):
+        raise typer.BadParameter("give either a workload or --from-trace")
     if several is not None and (gpu or target):
         raise typer.BadParameter("--gpus goes with neither --gpu nor --target")
     if ray is not None and (gpu or target or several is not None or dry_run or lock_clocks):
@@ -94,10 +101,10 @@ def tune(
     }
     if dry_run:
         with store_warnings_told():
-            _forecast(load_workload(workload), db, gpu, several, target, asked, as_json)
+            _forecast(_loaded(workload, from_trace), db, gpu, several, target, asked, as_json)
         return
     with store_warnings_told():
-        loaded = load_workload(workload)
+        loaded = _loaded(workload, from_trace)
         if ray is not None:
             from autoflash.cluster import tune_on_ray
 
@@ -119,6 +126,20 @@ def tune(
     named = [({"gpu": name} if of_types else {}) | decision for name, decision in rows]
     if named:
         print_table(list(named[0]), [list(each.values()) for each in named])
+
+
+def _loaded(workload: Path | None, from_trace: Path | None) -> "Workload":
+    """The workload's problems, or those of a trace that may save the most time first."""
+    if from_trace is not None:
+        from autoflash.gpu import cuda_available, detect
+        from autoflash.trace import load_trace, traced_workload
+
+        gpu = detect() if cuda_available() else None
+        return traced_workload(from_trace, load_trace(from_trace), gpu)
+    from autoflash.workload import load_workload
+
+    assert workload is not None
+    return load_workload(workload)
 
 
 def _forecast(

@@ -9,6 +9,7 @@ from .problem import Problem
 from .selection import Selector, Tables
 from .served import forget_served
 from .tally import Tally
+from .trace import add_to_trace, trace_at_exit, trace_text
 
 _selectors: list[Selector] = []
 _strict = [False]
@@ -20,6 +21,7 @@ def install_tables(tables: Tables) -> None:
     _selectors[:] = [Selector(tables)]
     _tallies.clear()
     forget_served()
+    trace_at_exit(write_trace)
 
 
 def installed() -> Selector:
@@ -62,3 +64,13 @@ def coverage() -> dict[str, int]:
     for tally in _tallies.values():
         served[tally.choice.how] += tally.calls
     return served
+
+
+def write_trace(path: str) -> None:
+    """Add to the file how often each problem was called, for `autoflash tune --from-trace`.
+
+    With AUTOFLASH_TRACE in the environment a process does so when it ends, to the file it names.
+    Calls of append_kv() and replays of CUDA graphs are not counted.
+    """
+    called = [(device, tally) for (_, device), tally in _tallies.items() if tally.calls]
+    add_to_trace(path, trace_text(called))
