@@ -69,7 +69,7 @@ class CudaDevice(Checker):
         return GPU_CLOCK.seconds
 
     def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
-        with _failures(), GPU_CLOCK.counting():
+        with failures(), GPU_CLOCK.counting():
             return super().check(problem, config, seed)
 
     def prepare(self, problem: Problem, seed: int) -> None:
@@ -77,7 +77,7 @@ class CudaDevice(Checker):
         self._prepared = (problem, seed)
         # every set has the lengths of the problem's own roofline
         lengths = sequence_lengths(problem) if problem.op == "decode" else None
-        with _failures(), GPU_CLOCK.counting():
+        with failures(), GPU_CLOCK.counting():
             while not self._sets or len(self._sets) < self._sets_wanted():
                 number = seed * 1000 + len(self._sets)
                 inputs = make_inputs(problem, number, "cuda", lengths, poison=False)
@@ -92,7 +92,7 @@ class CudaDevice(Checker):
         torch.cuda.empty_cache()
 
     def screen(self, config: Config, samples: int, cap_us: float, give_up_us: float) -> Timing:
-        with _failures():
+        with failures():
             self._call(config, 0)  # compiles or loads the kernels
             call_us = event_us(lambda: self._call(config, 1))
             give_up_us += DROP_SLACK_US
@@ -113,7 +113,7 @@ class CudaDevice(Checker):
             return Timing(tuple(taken), clocks[0])
 
     def check_full(self, config: Config, seed: int) -> Verdict:
-        with _failures(), GPU_CLOCK.counting():
+        with failures(), GPU_CLOCK.counting():
             inputs = self._sets[0][0]
             rows = sample_rows(inputs.problem, seed)
             key = (self._prepared, seed)
@@ -124,7 +124,7 @@ class CudaDevice(Checker):
             return self.check_rows(inputs, config, rows, self._budgets[key])
 
     def arm(self, config: Config, cap_us: float) -> None:
-        with _failures():
+        with failures():
             self._call(config, 0)
             call_us = event_us(lambda: self._call(config, 1))
             graph = self._graph(config, call_us, cap_us)
@@ -133,7 +133,7 @@ class CudaDevice(Checker):
             self._graphs[config] = (graph, replays_for(call_us, graph.calls))
 
     def sample(self, config: Config) -> tuple[float, bool]:
-        with _failures():
+        with failures():
             graph, replays = self._graphs[config]
             braked: list[bool] = []
             us = graph.sample(replays, lambda: braked.append(self._telemetry.braked()))
@@ -144,7 +144,7 @@ class CudaDevice(Checker):
         return self._telemetry.clocks()
 
     def eager(self, config: Config, calls: int, cap_us: float) -> Timing:
-        with _failures():
+        with failures():
             self._call(config, 0)
             call_us = event_us(lambda: self._call(config, 1))
             affordable = max(1, int(cap_us / call_us))
@@ -182,7 +182,7 @@ def _workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def failures() -> Iterator[None]:
     """What a candidate's compiling, launching or computing raises, as a Failure.
 
     Whatever a planted or miscompiled kernel does arrives here as an exception of torch or triton;

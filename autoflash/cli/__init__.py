@@ -23,6 +23,7 @@ from autoflash.cli.report import report
 from autoflash.cli.schema import schema
 from autoflash.cli.space import space
 from autoflash.cli.tune import tune
+from autoflash.cli.verify import verify
 from autoflash.cli.workload import workload
 from autoflash.errors import AutoflashError
 from autoflash.runtime.problem import ProblemError
@@ -34,7 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for command in (
-    *(tune, export, bench, coverage),
+    *(tune, export, verify, bench, coverage),
     *(query, explain, profile, report),
     *(render, space, workload, schema, doctor),
 ):

@@ -56,7 +56,7 @@ def export(
     from autoflash.export import unseen_loss, write_module
 
     module = exported(
-        _winners(_databases(db or [])),
+        winners_over(databases_of(db or [])),
         gpus=gpu or (),
         allow_predicted=allow_predicted,
         most_configs=max_configs,
@@ -68,7 +68,7 @@ def export(
     notice(f"{output}: {len(module.rows)} problems served by {len(configs)} configs")
     if told := unseen_loss(module.rows):
         notice(f"had it not been tuned, a problem would lose {' '.join(told)}")
-    _record(_databases(db or [])[:1], module, max_configs)
+    _record(databases_of(db or [])[:1], module, max_configs)
     from autoflash.problem import title
 
     rows = [
@@ -89,7 +89,7 @@ def export(
         print_table(COLUMNS, rows)
 
 
-def _databases(given: list[Path]) -> list[Path]:
+def databases_of(given: list[Path]) -> list[Path]:
     """Those given, else the user's own if there is one."""
     from autoflash.store import users_database
 
@@ -97,7 +97,7 @@ def _databases(given: list[Path]) -> list[Path]:
     return [own] if own else given
 
 
-def _winners(databases: list[Path]) -> list["Winner"]:
+def winners_over(databases: list[Path]) -> list["Winner"]:
     """The winners of the databases, over those shipped."""
     from autoflash.store import Store, shipped_winners
     from autoflash.store.overlay import overlay

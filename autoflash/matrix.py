@@ -1,0 +1,249 @@
+"""Matrix: the cases by which the contract is verified, of every kind of problem there is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from autoflash.check import NARROW
+from autoflash.config import Config
+from autoflash.families import sample
+from autoflash.inputs import Inputs, make_inputs
+from autoflash.probes import PROBES, Probe
+from autoflash.problem import Problem, title
+from autoflash.runtime.problem import DTYPE_BYTES as DTYPES
+from autoflash.runtime.problem import KV_SCALES, QUANTISED_BYTES
+
+FEW_TILES, ALL_TILES = (64,), (16, 64, 128)  # whose edges an exported module is asked about
+HEAD_DIMS = (16, 40, 64, 80, 96, 128, 160, 192, 256)
+RATIOS = ((28, 4), (6, 1), (15, 5), (71, 1), (4, 4))  # query heads and KV heads
+PAGE_SIZES = (1, 3, 16, 48, 64, 480)
+ALIKE = ("lse", "strides", "addresses")  # clauses that one kind of an op answers for all
+MANY = 65_537  # one more than two of a grid's axes hold
+
+
+@dataclass(frozen=True)
+class Case:
+    """A probe and the problem it is put on; `lengths` are the valid tokens of each sequence."""
+
+    probe: str
+    problem: Problem
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def clause(self) -> str:
+        return self.asked.clause
+
+    @property
+    def asked(self) -> Probe:
+        return PROBES[self.probe]
+
+    @property
+    def name(self) -> str:
+        told = f"{self.probe}: {title(self.problem)}"
+        return told if self.lengths is None else f"{told}, lengths {list(self.lengths)}"
+
+    def make(self, seed: int, device: str, **options: Any) -> Inputs:
+        lengths = None if self.lengths is None else list(self.lengths)
+        return make_inputs(self.problem, seed, device, lengths, **options)
+
+
+def kinds_of(op: str, small: bool) -> list[Problem]:
+    """A problem of every kind: switches, types, widths, ratios, layouts. Sizes mean nothing.
+
+    The small list has each switch once, and each type.
+    """
+    if op == "prefill":
+        return _few_prefills() if small else list(dict.fromkeys(_all_prefills()))
+    return _few_decodes() if small else list(dict.fromkeys(_all_decodes()))
+
+
+def kind_of(problem: Problem) -> Problem:
+    """The kind of a problem that somebody tuned: few heads in few sequences of one length."""
+    p = problem
+    kv_heads = min(p.num_kv_heads, 2)
+    heads = {"batch": 2, "num_heads": kv_heads * p.group_size, "num_kv_heads": kv_heads}
+    left, right = (min(side, NARROW) for side in (p.window_left, p.window_right))
+    alike = replace(p, **heads, lengths="equal", window_left=left, window_right=right)
+    return as_long_as(alike, 1)
+
+
+def as_long_as(kind: Problem, tokens: int) -> Problem:
+    """The kind with so many keys, and in prefill queries."""
+    return replace(
+        kind, seqlen_k=tokens, seqlen_q=tokens if kind.op == "prefill" else kind.seqlen_q
+    )
+
+
+def tiles_of(config: Config) -> tuple[int, ...]:
+    """The tile sizes at whose edges a config may go wrong."""
+    knobs = config.as_dict()
+    return tuple(sorted({int(v) for k, v in knobs.items() if k in ("BLOCK_M", "BLOCK_N")}))
+
+
+def cases_of(kind: Problem, tiles: Sequence[int], small: bool, brief: bool = False) -> list[Case]:
+    """The cases of one kind, each once; `brief` leaves out what all kinds have in common."""
+    of_op = _prefill_cases if kind.op == "prefill" else _decode_cases
+    cases = dict.fromkeys(of_op(kind, tiles, small))
+    return [case for case in cases if not brief or case.clause not in ALIKE]
+
+
+def far_cases_of(op: str) -> list[Case]:
+    """Those that only a GPU's memory and speed allow, of which one kind is enough."""
+    probe = "more programs than 65535"
+    if op == "prefill":
+        sizes = {"batch": 10_923, "num_heads": 6, "seqlen_q": 16, "seqlen_k": 16}
+        return [Case(probe, _like(sample("prefill"), **sizes))]
+    sizes = {"batch": MANY, "num_heads": 8, "seqlen_k": 1, "page_size": 16}
+    return [Case(probe, _like(sample("decode"), **sizes), (1,) * MANY)]
+
+
+def _few_prefills() -> list[Problem]:
+    def kind(head_dim: int = 16, heads: int = 2, kv_heads: int = 1, **fields: Any) -> Problem:
+        sizes = {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
+        return _like(sample("prefill"), **{**sizes, **fields})
+
+    return [
+        kind(40, 3, 1, layout="bhsd"),
+        kind(dtype="fp32", causal=True),
+        kind(causal=True, softcap=True, sinks=True),
+        kind(dtype="fp16", window_left=16, alibi=True),
+        kind(causal=True, window_left=16, bias=True),
+    ]
+
+
+def _few_decodes() -> list[Problem]:
+    def kind(head_dim: int = 16, heads: int = 3, kv_heads: int = 1, **fields: Any) -> Problem:
+        sizes = {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
+        return _like(sample("decode"), **{**sizes, **fields})
+
+    return [
+        kind(40, 4, 2, kv_layout="hnd"),
+        kind(dtype="fp32"),
+        kind(dtype="fp16", page_size=3),
+        kind(page_size=16, seqlen_q=2),
+        kind(32, 2, 1, page_size=16, kv_dtype="fp8_e4m3", kv_scales="head"),
+        kind(32, 2, 1, kv_dtype="int8", kv_scales="token"),
+    ]
+
+
+def _all_prefills() -> Iterator[Problem]:
+    wide = _like(sample("prefill"), head_dim=128, num_heads=8, num_kv_heads=2)
+    on_off = (False, True)
+    for mask in ({}, {"causal": True}, {"window_left": 16}):
+        for softcap, sinks in product(on_off, on_off):
+            for added in ({}, {"alibi": True}, {"bias": True}):
+                yield _like(wide, **mask, **added, softcap=softcap, sinks=sinks)
+    plain = _like(sample("prefill"), num_heads=4, num_kv_heads=2)
+    for dtype, head_dim in product(DTYPES, HEAD_DIMS):
+        yield _like(plain, dtype=dtype, head_dim=head_dim, causal=True)
+    for heads, kv_heads in RATIOS:
+        yield _like(plain, num_heads=heads, num_kv_heads=kv_heads)
+    for causal in on_off:
+        yield _like(plain, layout="bhsd", causal=causal)
+
+
+def _all_decodes() -> Iterator[Problem]:
+    wide = _like(sample("decode"), head_dim=128, num_heads=8, num_kv_heads=2)
+    plain = _like(sample("decode"), num_heads=4, num_kv_heads=2)
+    for page_size, seqlen_q in product((0, 16), (1, 4)):
+        yield _like(wide, page_size=page_size, seqlen_q=seqlen_q)
+        for kv_dtype, kv_scales in product(QUANTISED_BYTES, KV_SCALES):
+            fields = {"kv_dtype": kv_dtype, "kv_scales": kv_scales}
+            yield _like(wide, page_size=page_size, seqlen_q=seqlen_q, **fields)
+    for page_size in (0, 16):
+        for dtype, head_dim in product(DTYPES, HEAD_DIMS):
+            yield _like(plain, page_size=page_size, dtype=dtype, head_dim=head_dim)
+        for heads, kv_heads in RATIOS:
+            yield _like(plain, page_size=page_size, num_heads=heads, num_kv_heads=kv_heads)
+        yield _like(plain, page_size=page_size, kv_layout="hnd")
+    for page_size in PAGE_SIZES:
+        yield _like(plain, page_size=page_size)
+
+
+def _like(problem: Problem, **changes: Any) -> Problem:
+    """The problem with changes; what follows from other fields follows from the new ones."""
+    follows = {"head_dim_v": 0, "kv_dtype": "", "out_dtype": "", "pages": ""}
+    return replace(problem, **{**follows, **changes})
+
+
+def _prefill_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:
+    t = max(tiles)
+    few = replace(kind, batch=1) if small else replace(kind, batch=2)
+
+    def case(probe: str, seqlen_q: int, seqlen_k: int, **changes: Any) -> Case:
+        return Case(probe, replace(few, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **changes))
+
+    yield case("random values", t // 2 + 5, t + 9)
+    counted = "visible keys are counted"
+    if small:
+        edges = [(t + 1, t + 1), (1, t)]
+    else:
+        lengths = sorted({1, *(size + d for size in tiles for d in (-1, 0, 1)), 2 * t + 1})
+        edges = [pair for n in lengths for pair in ((n, n), (t + 1, n), (n, 2 * t + 1))]
+    for seqlen_q, seqlen_k in edges:
+        yield case(counted, seqlen_q, seqlen_k)
+    if kind.windowed:
+        for left in (0, t) if small else (0, 1, t - 1, t, t + 1):
+            yield case(counted, 40 if small else t + 9, t + 9, window_left=left)
+        for right in () if small or kind.causal else (1, t - 1, t, t + 1):
+            yield case(counted, t + 9, t + 9, window_right=right)
+    if kind.causal or kind.windowed:
+        yield case("hidden keys change no bit", t // 2, t + 9)
+        yield case("rows without keys", t // 2 + 9, t // 4 + 1)
+    yield case("rows without keys", 17, 0)
+    yield case("a scale of its own", 40, t + 9)
+    if kind.softcap:
+        yield case("scores far beyond a softcap", 40, t + 9)
+    yield case("lse is the natural logarithm", 40, t + 9)
+    yield case("out without lse", 40, t + 9)
+    yield case("neighbours are not read", 33, t + 9)
+    yield case("keys beyond 32 bits", 9, t + 9, batch=1)
+    yield case("wide rows", 33, t - 7)
+    yield case("each tensor in another order", 33, t + 9)
+    yield case("each tensor unaligned", 33, t + 9)
+    yield case("keys shared by the batch", 33, 40, batch=2)
+    yield case("two runs agree in every bit", 33, t + 9)
+    yield case("the largest score comes last", 33, 2 * t + 9)
+    yield case("scores far from zero", 37, 37)
+    if kind.num_heads > 1:
+        yield case("heads are apart", 20, t + 9)
+
+
+def _decode_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:
+    t = max(tiles)
+    p = kind.page_size or t
+    edges = (0, 1, p + 1, t, t + 1) if small else _decode_edges(tiles, p)
+
+    def case(probe: str, *lengths: int, **changes: Any) -> Case:
+        sizes = {"batch": len(lengths), "seqlen_k": max(lengths)}
+        return Case(probe, replace(kind, **sizes, **changes), lengths)
+
+    yield case("random values", t + 9, 37)
+    yield case("visible keys are counted", *edges)
+    yield case("rows without keys", 0, 40, kind.seqlen_q - 1)
+    yield case("a scale of its own", t + 9)
+    yield case("lse is the natural logarithm", 2 * t + 1, 1)
+    yield case("out without lse", t + 9)
+    yield case("dead slots change no bit", t + 1, 1, p, 0)
+    if kind.paged:
+        yield case("pages lie anywhere", t + 9, 40)
+        if not kind.quantised:
+            yield case("page ids beyond 32 bits", min(40, 3 * p))
+    elif not kind.quantised:
+        yield case("keys beyond 32 bits", t + 9)
+    yield case("wide rows", t + 9, 37)
+    yield case("each tensor unaligned", t + 9)
+    if not kind.quantised:
+        yield case("each tensor in another order", t + 9, 9)
+        yield case("the largest score comes last", 2 * t + 9)
+        yield case("scores far from zero", 37)
+    yield case("lengths and table are views", t + 9, 3)
+    yield case("two runs agree in every bit", t + 9)
+    if kind.num_heads > 1:
+        yield case("heads are apart", t + 9)
+
+
+def _decode_edges(tiles: Sequence[int], page_size: int) -> tuple[int, ...]:
+    sizes = {*tiles, page_size, 2 * max(tiles)}
+    return tuple(sorted({0, 1, 2, *(size + d for size in sizes for d in (-1, 0, 1))}))

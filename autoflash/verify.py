@@ -1,0 +1,163 @@
+"""Verify: the contract's matrix put to configs or an exported module, in other processes."""
+
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+from autoflash.child import Child, ChildError, Failure
+from autoflash.config import Config
+from autoflash.errors import AutoflashError
+from autoflash.families import Family, why_refused
+from autoflash.families import space as space_of
+from autoflash.findings import Finding, Told
+from autoflash.gpu import Gpu
+from autoflash.matrix import (
+    ALL_TILES,
+    FEW_TILES,
+    Case,
+    as_long_as,
+    cases_of,
+    far_cases_of,
+    kind_of,
+    kinds_of,
+    tiles_of,
+)
+from autoflash.problem import Problem
+from autoflash.records import Winner
+from autoflash.subjects import Candidate, Exported, Subject
+
+INTERPRET = {"TRITON_INTERPRET": "1"}  # one process cannot both interpret and compile
+CASE_DEADLINE_S = 300.0  # compiling what is new, on a host whose other cores compile too
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Cases of one kind of problem for one subject, which share kernels: one process runs them."""
+
+    told: Told
+    cases: tuple[Case, ...]
+
+
+class Examiner:
+    """The service of a verifying process; `device` is cuda or, in an interpreting one, cpu."""
+
+    def __init__(self, device: str, gpu: Gpu, seed: int) -> None:
+        self._device, self._gpu, self._seed = device, gpu, seed
+        self._subject = cache(self._made)
+        # numpy warns of the -inf that the lse of a row without a visible key is
+        warnings.simplefilter("ignore")
+
+    def examine(self, told: Told, case: Case) -> str:
+        """Why the subject breaks the clause of the case, or "". Raises Failure where it fails."""
+        make = partial(case.make, self._seed, self._device)
+        subject = self._subject(told)
+        with self._failures():
+            return case.asked.ask(subject, make)
+
+    def _made(self, told: Told) -> Subject:
+        return Candidate(told, self._gpu) if isinstance(told, Config) else Exported(told)
+
+    def _failures(self) -> AbstractContextManager[None]:
+        if self._device != "cuda":
+            return nullcontext()
+        from autoflash.trial import failures
+
+        return failures()
+
+
+def of_module(path: Path, small: bool) -> list[Unit]:
+    """All kinds of problems for an exported module, whose own choice the configs are."""
+    tiles, units = FEW_TILES if small else ALL_TILES, []
+    for op in ("prefill", "decode"):
+        for number, kind in enumerate(kinds_of(op, small)):
+            cases = cases_of(kind, tiles, small, brief=small and number > 0)
+            units.append(Unit(path, tuple(cases)))
+        units += [] if small else [Unit(path, tuple(far_cases_of(op)))]
+    return units
+
+
+def of_family(family: Family, gpu: Gpu, small: bool, drawn: int, seed: int) -> list[Unit]:
+    """All kinds that the family serves, for its default and `drawn` random candidates of each."""
+    units, chance = [], random.Random(seed)
+    kinds = [p for p in kinds_of(family.op, small) if family.unsupported(p, gpu) is None]
+    for number, kind in enumerate(kinds):
+        default, busy = family.default(kind, gpu), _busy(kind, gpu)
+        others = [config for config, refusal in space_of(family, busy, gpu) if refusal is None]
+        chosen = [default, *chance.sample(others, min(drawn, len(others)))]
+        for config in dict.fromkeys(chosen):
+            units.append(_unit(config, kind, gpu, small, brief=small and number > 0))
+    if not small:
+        for case in far_cases_of(family.op):
+            if family.unsupported(case.problem, gpu) is None:
+                units.append(Unit(family.default(case.problem, gpu), (case,)))
+    return units
+
+
+def of_winners(winners: Iterable[Winner], gpu: Gpu, small: bool) -> list[Unit]:
+    """Each winner's config on the kind of problem that it won, once where several won alike."""
+    kinds = {(w.decision.winner, kind_of(w.decision.problem)): None for w in winners}
+    return [_unit(config, kind, gpu, small, brief=small) for config, kind in kinds]
+
+
+def examined(
+    units: Sequence[Unit],
+    examiner: Callable[[], Examiner],
+    environment: Mapping[str, str] | None = None,
+    jobs: int = 1,
+    told: Callable[[Finding], None] = lambda finding: None,
+) -> list[Finding]:
+    """What came of every case, in the order of the units.
+
+    `jobs` processes take one unit after the other. One that a case kills or outlasts its deadline
+    is started again for the next case. `told` is called with each finding as it is made.
+    """
+    children = [Child(examiner, environment) for _ in range(max(1, min(jobs, len(units))))]
+    free = list(children)
+
+    def work(unit: Unit) -> list[Finding]:
+        child = free.pop()
+        try:
+            findings = []
+            for case in unit.cases:
+                findings.append(_finding(child, unit.told, case))
+                told(findings[-1])
+            return findings
+        finally:
+            free.append(child)
+
+    try:
+        with ThreadPoolExecutor(len(children)) as threads:
+            return [finding for found in threads.map(work, units) for finding in found]
+    finally:
+        for child in children:
+            child.close()
+
+
+def _busy(kind: Problem, gpu: Gpu) -> Problem:
+    """The kind at a size at which candidates of every sort make sense."""
+    return replace(as_long_as(kind, 4096), batch=gpu.num_sms)
+
+
+def _finding(child: Child, told: Told, case: Case) -> Finding:
+    began = time.monotonic()
+    try:
+        reason = child.call("examine", told, case, deadline_s=CASE_DEADLINE_S)
+    except Failure as failure:
+        reason = str(failure)
+    except AutoflashError:
+        raise  # a file that is no module: of no case's making
+    except ChildError as error:  # what the call raised
+        reason = str(error).strip().splitlines()[-1]
+    return Finding(told, case, reason, time.monotonic() - began)
+
+
+def _unit(config: Config, kind: Problem, gpu: Gpu, small: bool, brief: bool) -> Unit:
+    """The cases that the config can serve: a neighbouring size may be too large for it."""
+    cases = cases_of(kind, tiles_of(config), small, brief)
+    return Unit(config, tuple(c for c in cases if why_refused(c.problem, config, gpu) is None))

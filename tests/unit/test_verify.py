@@ -1,0 +1,115 @@
+"""Verification: the matrix asks about every clause, and what came of it is told as it was."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from making import decode_of, prefill_of, winner_of
+
+from autoflash.config import Config
+from autoflash.families import FAMILIES, serving, why_refused
+from autoflash.findings import Finding, broken, by_clause, junit
+from autoflash.gpu import known
+from autoflash.matrix import Case, cases_of, far_cases_of, kinds_of
+from autoflash.probes import CLAUSES, PROBES
+from autoflash.verify import of_family, of_module, of_winners
+
+H200 = known("NVIDIA_H200")
+OPS = ("prefill", "decode")
+
+
+def cases(units):
+    return [case for unit in units for case in unit.cases]
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_every_clause_is_asked_about_in_both_ops(small):
+    for op in OPS:
+        asked = {c.clause for c in cases(of_module(Path("m.py"), small)) if c.problem.op == op}
+        assert asked == set(CLAUSES) - ({"lse"} - asked)
+    assert {probe.clause for probe in PROBES.values()} == set(CLAUSES)
+
+
+def test_the_whole_matrix_has_thousands_of_cases_and_the_small_one_few():
+    whole, small = (cases(of_module(Path("m.py"), small)) for small in (False, True))
+    assert len(whole) > 3000 and len(small) < 200
+    assert {case.probe for case in whole} == set(PROBES)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_every_kind_is_one_that_is_served(op, small):
+    for kind in kinds_of(op, small):
+        assert serving(kind, H200)
+    switches = {kind.switches for kind in kinds_of(op, small=False)}
+    assert {kind.switches for kind in kinds_of(op, small=True)} <= switches
+
+
+def test_lengths_lie_on_both_sides_of_every_tile_and_page():
+    prefill = cases_of(prefill_of(), (32, 64), small=False)
+    lengths = {(c.problem.seqlen_q, c.problem.seqlen_k) for c in prefill}
+    for edge in (31, 32, 33, 63, 64, 65):
+        assert (edge, edge) in lengths
+    decode = cases_of(decode_of(page_size=48), (32,), small=False)
+    (counted,) = [c.lengths for c in decode if c.probe == "visible keys are counted"]
+    assert {0, 1, 31, 32, 33, 47, 48, 49, 63, 64, 65} <= set(counted or ())
+
+
+def test_far_cases_have_more_programs_than_an_axis_of_a_grid():
+    for op in OPS:
+        (case,) = far_cases_of(op)
+        assert case.problem.batch * case.problem.num_heads > 65_535
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "decode_last"])
+def test_a_family_is_asked_with_its_default_and_with_candidates(name):
+    units = of_family(FAMILIES[name], H200, small=True, drawn=2, seed=0)
+    kinds = len(kinds_of(FAMILIES[name].op, small=True))
+    assert kinds < len(units) <= 3 * kinds
+    for unit in units:
+        assert isinstance(unit.told, Config)
+        assert all(why_refused(c.problem, unit.told, H200) is None for c in unit.cases)
+
+
+def test_winners_that_won_alike_are_asked_once():
+    longer = [winner_of(prefill_of(seqlen_k=n)) for n in (512, 1024)]
+    (unit,) = of_winners(longer, H200, small=False)
+    assert unit.told == longer[0].decision.winner and unit.cases
+    assert len(of_winners([*longer, winner_of(decode_of())], H200, small=False)) == 2
+
+
+def findings():
+    kept, wrong, starved = (
+        Case("random values", prefill_of()),
+        Case("wide rows", replace(prefill_of(), causal=False)),
+        Case("random values", decode_of(), (3,)),
+    )
+    told = Path("m.py")
+    return [
+        Finding(told, kept, "", 0.5),
+        Finding(told, wrong, "correctness: off & far", 0.25),
+        Finding(told, starved, "runtime: out of GPU memory: 9 GiB", 0.1),
+    ]
+
+
+def test_findings_are_counted_by_clause():
+    assert by_clause(findings()) == [("strides", 1, 1, 0), ("numbers", 2, 0, 1)]
+    assert [finding.case.probe for finding in broken(findings())] == ["wide rows"]
+
+
+def test_a_junit_report_has_a_suite_for_each_clause():
+    root = ElementTree.fromstring(junit(findings()).encode())
+    suites = {suite.get("name"): suite for suite in root}
+    assert list(suites) == ["strides", "numbers"]
+    assert (suites["strides"].get("failures"), suites["numbers"].get("skipped")) == ("1", "1")
+    (failure,) = root.findall(".//failure")
+    assert failure.get("message") == "correctness: off & far"
+    assert len(root.findall(".//testcase")) == 3
+
+
+def test_a_name_tells_problem_and_lengths():
+    name = findings()[2].case.name
+    assert name.startswith("random values: decode bf16") and name.endswith("lengths [3]")
+    assert json.dumps(name)
