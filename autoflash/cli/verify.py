@@ -10,6 +10,7 @@ import typer
 
 from autoflash.cli.notices import notice
 from autoflash.cli.options import AsJson, Target, print_json, target_gpu
+from autoflash.cli.retime import retime_winners
 from autoflash.cli.table import print_table
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ def verify(
         list[str] | None, typer.Option(metavar="NAME", help="A clause, again for others.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of inputs and of random candidates.")] = 0,
+    retime: Annotated[
+        bool,
+        typer.Option("--retime", help="Time winners again; lists who wins now, and stale rows."),
+    ] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes at once, else one for each core up to 8.")
     ] = None,
@@ -56,6 +61,9 @@ def verify(
 
     Of an exported module, of a family, or else of the winners of the databases. Without a GPU it
     runs few cases in an interpreter. The exit status is 1 if any case breaks a clause.
+
+    After an upgrade, --retime times the winners again beside those that were nearly as fast and the
+    defaults. It stores nothing; the exit status is 1 if a winner is no longer right.
     """
     from functools import partial
 
@@ -66,8 +74,11 @@ def verify(
     from autoflash.verify import INTERPRET, Examiner, examined
     from autoflash.whole_file import write_whole
 
-    if module and family:
-        raise typer.BadParameter("give either --module or --family")
+    if bool(module) + bool(family) + retime > 1:
+        raise typer.BadParameter("give one of --module, --family and --retime")
+    if retime:
+        retime_winners(db or [], seed, as_json)
+        return
     on_gpu, target = cuda_available(), target_gpu(gpu)
     small = small or not on_gpu
     units = _units(module, family, random, db or [], target, small, seed)
