@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 WORKLOAD ?= examples/quickstart.yaml
 EFFORT ?= quick
 
-.PHONY: tune test test-gpu soak soak-decode lint golden docs clean environment environment-dev
+.PHONY: tune test test-gpu mutate soak soak-decode lint golden docs clean environment environment-dev
 
 # Tune a small workload, export the module, and check it against torch's SDPA.
 tune: environment
@@ -22,6 +22,10 @@ test: environment-dev
 
 test-gpu: environment-dev
 	$(RUN) -m pytest -m gpu tests
+
+# Break autoflash by each patch of tests/mutations: the test it names must fail. Minutes.
+mutate: environment-dev
+	$(RUN) tools/mutate.py --jobs $(JOBS)
 
 # Two hundred candidates, thirty planted faults, processes killed at random: under ten minutes.
 soak: environment-dev
