@@ -16,6 +16,7 @@ PARTS = (
     "triton_header.py.jinja",
     "prefill/tiles.py.jinja",
     "prefill/modifiers.py.jinja",
+    "prefill/attend.py.jinja",
     "prefill/kernel.py.jinja",
     "prefill/plan.py.jinja",
     "prefill/plan_modified.py.jinja",
