@@ -68,7 +68,7 @@ def test_every_combination_of_mask_and_modifiers_is_right(
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_types_layouts_and_loads_are_right(modifier: str, dtype: str, layout: str) -> None:
-    for head_dim, kind in zip((16, 40, 64), LOADS, strict=True):
+    for head_dim, kind in zip((40, 64), LOADS, strict=True):
         p = problem(70, 100, modifier, dtype=dtype, layout=layout, batch=2, head_dim=head_dim)
         assert_right(make_inputs(p), config(LOAD=kind))
 
