@@ -99,6 +99,11 @@ def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(
     check(inputs, replace_block_n(config, 16), splits)
 
 
+def test_more_parts_than_are_merged_at_once_are_scaled_to_one_maximum() -> None:
+    p = problem(1, head_dim=256, seqlen_k=16 * 40, dtype="bf16")
+    check(make_inputs(p, scale=1.5), config(block_n=16), splits=40)
+
+
 @each_choice
 def test_out_is_the_same_without_lse(config: Config) -> None:
     inputs = make_inputs(problem(2, page_size=16), lengths=[100, 40])
