@@ -1,6 +1,7 @@
 """Check: is a candidate right? On small problems made to catch it, and at the real size."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import ModuleType
@@ -13,7 +14,7 @@ from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
-from autoflash.inputs import Inputs, make_inputs
+from autoflash.inputs import Inputs, make_inputs, packed_lengths
 from autoflash.kernel import NewWorkspace, load, plan_of
 from autoflash.problem import Problem, Variant
 from autoflash.reference import Row
@@ -30,11 +31,13 @@ REPEATS = 3  # runs at the real size that must agree bit by bit
 class Case:
     """A small problem to check on; `lengths` are the valid tokens of each sequence (decode).
 
+    Of packed sequences they are pairs, of queries and keys.
+
     Its kernels without `lse`, which are others, are checked too where they are those timed.
     """
 
     problem: Problem
-    lengths: tuple[int, ...] | None = None
+    lengths: tuple[int | tuple[int, int], ...] | None = None
     wide_rows: bool = False
     as_timed: bool = False
 
@@ -58,6 +61,12 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
     kv_heads = min(problem.num_kv_heads, 2)
     problem = _narrow(problem)
     small = replace(problem, num_heads=kv_heads * problem.group_size, num_kv_heads=kv_heads)
+    if problem.varlen:
+        some = ((385, 385), (0, 70), (1, 1), (77, 300), (130, 3), (5, 0))
+        return (
+            Case(_packed(small, some), some, as_timed=True),
+            Case(_packed(small, some[3:5]), some[3:5], wide_rows=True),
+        )
     if problem.op == "prefill":
         return (
             Case(_ending_alike(replace(small, batch=2)), as_timed=True),
@@ -75,6 +84,12 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
 def small_cases_of(problem: Problem) -> tuple[Case, ...]:
     """The same in fewer and shorter sequences, for an interpreter."""
     small = replace(_narrow(problem), num_heads=problem.group_size, num_kv_heads=1)
+    if problem.varlen:
+        some = ((70, 70), (0, 9), (1, 1), (20, 100), (40, 3))
+        return (
+            Case(_packed(small, some), some, as_timed=True),
+            Case(_packed(small, some[3:]), some[3:], wide_rows=True),
+        )
     if problem.op == "prefill":
         return (
             Case(replace(small, batch=1, seqlen_q=150, seqlen_k=150), as_timed=True),
@@ -84,6 +99,13 @@ def small_cases_of(problem: Problem) -> tuple[Case, ...]:
         Case(replace(small, batch=4, seqlen_k=150), (0, 1, 37, 150), as_timed=True),
         Case(replace(small, batch=1, seqlen_k=70), (70,), wide_rows=True),
     )
+
+
+def _packed(problem: Problem, lengths: Sequence[tuple[int, int]]) -> Problem:
+    """The same for packed sequences of these queries and keys."""
+    rows, keys = (max(each) for each in zip(*lengths, strict=True))
+    batch = len(lengths)
+    return replace(problem, batch=batch, seqlen_q=rows, seqlen_k=keys, lengths="ragged")
 
 
 def _narrow(problem: Problem) -> Problem:
@@ -180,7 +202,7 @@ class Checker:
         out = canaries.new("out", (*inputs.q.shape[:-1], p.head_dim_v), inputs.q.dtype)
         lse = None
         if with_lse:
-            lse = canaries.new("lse", (p.batch, p.num_heads, p.seqlen_q), torch.float32)
+            lse = canaries.new("lse", inputs.lse_shape, torch.float32)
         run_plan(self.plan(inputs, config, out, lse, canaries.workspace))
         _kept_to_its_own(canaries)
         return out, lse
@@ -216,7 +238,10 @@ def _budget(case: Case, seed: int, device: str) -> Budget:
 
 
 def sample_rows(problem: Problem, seed: int) -> list[Row]:
-    """Some (sequence, query head, query) of a problem, its first and its last among them."""
+    """Some (sequence, query head, query) of a problem, its first and its last among them.
+
+    Packed sequences have the lengths that are drawn for the problem.
+    """
     p = problem
     drawn = random.Random(seed)
     rows = {(0, 0, 0), (p.batch - 1, p.num_heads - 1, p.seqlen_q - 1)}
@@ -224,6 +249,9 @@ def sample_rows(problem: Problem, seed: int) -> list[Row]:
         (drawn.randrange(p.batch), drawn.randrange(p.num_heads), drawn.randrange(p.seqlen_q))
         for _ in range(SAMPLED_ROWS - len(rows))
     }
+    if p.varlen:
+        queries = packed_lengths(p)[0]
+        rows = {(b, h, min(i, queries[b] - 1)) for b, h, i in rows if queries[b]}
     return sorted(rows)
 
 
@@ -232,6 +260,9 @@ def picked(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The rows of a result: `out` (rows, head_dim_v) and `lse` (rows,)."""
     b, h, i = (torch.tensor(index, device=out.device) for index in zip(*rows, strict=True))
+    if problem.varlen:
+        starts = torch.tensor([0, *packed_lengths(problem)[0]], device=out.device).cumsum(0)
+        return out[starts[b] + i, h], None if lse is None else lse[h, starts[b] + i]
     out_rows = out[b, i, h] if problem.layout == "bshd" else out[b, h, i]
     return out_rows, None if lse is None else lse[b, h, i]
 

@@ -1,7 +1,7 @@
 """Seeded inputs of a problem: random values, tables of pages, ragged lengths, poisoned slots."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from autoflash.runtime.modifiers import Modifiers
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_TORCH_DTYPES = {**TORCH_DTYPES, **QUANTISED_DTYPES}
 SOFTCAP = 2.0  # low enough that random scores feel it
+Lengths = Sequence[int | tuple[int, int]]  # tokens of sequences, or (queries, keys) of packed ones
 POISON_PAGE = 2**30  # an id that must never be dereferenced
 
 
@@ -26,6 +27,8 @@ class Inputs:
     (batch, num_kv_heads), or per token of a cache's shape without head_dim. `softcap` 0.0 is off;
     `alibi_slopes` are fp32 (batch, num_heads), `bias` broadcasts to (batch, num_heads, seqlen_q,
     seqlen_k), `sinks` are (num_heads,).
+    Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
+    head_dim), and cu_seqlens_q and cu_seqlens_k (batch + 1,) int32 say where each begins.
     """
 
     problem: Problem
@@ -40,12 +43,28 @@ class Inputs:
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
 
     @property
     def modifiers(self) -> Modifiers:
         """As prefill() takes them."""
         p = self.problem
-        return Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
+        given = Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
+        if not p.varlen:
+            return given
+        return given._replace(
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            max_seqlen_q=p.seqlen_q,
+            max_seqlen_k=p.seqlen_k,
+        )
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(batch, num_heads, seqlen_q), or (num_heads, total_q) of packed sequences."""
+        p = self.problem
+        return (p.num_heads, len(self.q)) if p.varlen else (p.batch, p.num_heads, p.seqlen_q)
 
     def sequence(self, b: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Sequence `b` gathered: q (num_heads, seqlen_q, head_dim), k and v (kv heads, keys, d).
@@ -53,6 +72,11 @@ class Inputs:
         Of quantised caches k and v are what they stand for, in fp64.
         """
         p = self.problem
+        if p.varlen:
+            ends = ((self.q, self.cu_seqlens_q), (self.k, self.cu_seqlens_k))
+            spans = [slice(*cu[b : b + 2].tolist()) for _, cu in ends if cu is not None]
+            q, k, v = self.q[spans[0]], self.k[spans[1]], self.v[spans[1]]
+            return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if p.op == "prefill":
             heads_first = (
                 (lambda t: t[b].transpose(0, 1)) if p.layout == "bshd" else (lambda t: t[b])
@@ -97,6 +121,25 @@ def sequence_lengths(problem: Problem, seed: int = 0) -> list[int]:
     return [problem.seqlen_k, *drawn.tolist()[1:]]
 
 
+def packed_lengths(
+    problem: Problem,
+    lengths: Lengths | None = None,
+    seed: int = 0,
+) -> tuple[list[int], list[int]]:
+    """The queries and the keys of each packed sequence: those given, or drawn.
+
+    Where the longest have as many of both, each sequence has, as prompts do that begin.
+    """
+    p = problem
+    if lengths is not None:
+        pairs = [each if isinstance(each, tuple) else (each, each) for each in lengths]
+        return [rows for rows, _ in pairs], [keys for _, keys in pairs]
+    keys = sequence_lengths(p, seed)
+    if p.seqlen_q == p.seqlen_k:
+        return keys, keys
+    return sequence_lengths(replace(p, seqlen_k=p.seqlen_q), seed + 1), keys
+
+
 def shared_tokens(problem: Problem) -> int:
     """How many first tokens all sequences have in common: whole pages of half of `seqlen_k`."""
     if problem.pages != "shared":
@@ -108,14 +151,15 @@ def make_inputs(
     problem: Problem,
     seed: int = 0,
     device: str | torch.device = "cpu",
-    lengths: list[int] | None = None,
+    lengths: Lengths | None = None,
     poison: bool = True,
     wide_rows: int = 0,
     scale: float = 1.0,
 ) -> Inputs:
     """Random normal inputs of the problem, times `scale`.
 
-    `lengths` replaces the drawn valid tokens of each sequence (decode). `poison` fills dead cache
+    `lengths` replaces the drawn valid tokens of each sequence (decode), or the queries and keys of
+    each packed one: pairs, or a number for both. `poison` fills dead cache
     slots with NaN and dead block-table entries with 2**30. `wide_rows` makes each of q, k, v a view
     of rows that many elements wider, the rest NaN; an odd number leaves rows unaligned. Of a
     quantised cache it is twice as many bytes. On device "meta" the tensors have shapes and strides
@@ -142,6 +186,17 @@ def make_inputs(
         return view
 
     p = problem
+    if p.varlen:
+        rows, keys = packed_lengths(p, lengths, seed)
+        q = normal(sum(rows), p.num_heads, p.head_dim)
+        k = normal(sum(keys), p.num_kv_heads, p.head_dim)
+        v = normal(sum(keys), p.num_kv_heads, p.head_dim_v)
+        ends = [
+            torch.tensor([0, *each], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            for each in (rows, keys)
+        ]
+        packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends))
+        return Inputs(p, q, k, v, **_modifiers(p, normal, device), **packed)
     if p.op == "prefill":
         order = (0, 1, 2, 3) if p.layout == "bshd" else (0, 2, 1, 3)
 

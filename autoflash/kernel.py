@@ -87,8 +87,7 @@ def new_outputs(inputs: Inputs, fill: float = float("nan")) -> tuple[torch.Tenso
     p = inputs.problem
     shape = (*inputs.q.shape[:-1], p.head_dim_v)
     out = torch.full(shape, fill, dtype=inputs.q.dtype, device=inputs.q.device)
-    lse_shape = (p.batch, p.num_heads, p.seqlen_q)
-    return out, torch.full(lse_shape, fill, dtype=torch.float32, device=inputs.q.device)
+    return out, torch.full(inputs.lse_shape, fill, dtype=torch.float32, device=inputs.q.device)
 
 
 def _poison_of(dtype: torch.dtype) -> float:

@@ -18,17 +18,21 @@ FEW_TILES, ALL_TILES = (64,), (16, 64, 128)  # whose edges an exported module is
 HEAD_DIMS = (16, 40, 64, 80, 96, 128, 160, 192, 256)
 RATIOS = ((28, 4), (6, 1), (15, 5), (71, 1), (4, 4))  # query heads and KV heads
 PAGE_SIZES = (1, 3, 16, 48, 64, 480)
+NEAR = (-1, 0, 1)  # on both sides of a size and at it
 ALIKE = ("lse", "strides", "addresses")  # clauses that one kind of an op answers for all
 MANY = 65_537  # one more than two of a grid's axes hold
 
 
 @dataclass(frozen=True)
 class Case:
-    """A probe and the problem it is put on; `lengths` are the valid tokens of each sequence."""
+    """A probe and the problem it is put on; `lengths` are the tokens of each sequence.
+
+    Of packed sequences they are pairs, of queries and keys.
+    """
 
     probe: str
     problem: Problem
-    lengths: tuple[int, ...] | None = None
+    lengths: tuple[int | tuple[int, int], ...] | None = None
 
     @property
     def clause(self) -> str:
@@ -84,7 +88,8 @@ def tiles_of(config: Config) -> tuple[int, ...]:
 def cases_of(kind: Problem, tiles: Sequence[int], small: bool, brief: bool = False) -> list[Case]:
     """The cases of one kind, each once; `brief` leaves out what all kinds have in common."""
     of_op = _prefill_cases if kind.op == "prefill" else _decode_cases
-    cases = dict.fromkeys(of_op(kind, tiles, small))
+    of_kind = _packed_cases if kind.varlen else of_op
+    cases = dict.fromkeys(of_kind(kind, tiles, small))
     return [case for case in cases if not brief or case.clause not in ALIKE]
 
 
@@ -93,7 +98,9 @@ def far_cases_of(op: str) -> list[Case]:
     probe = "more programs than 65535"
     if op == "prefill":
         sizes = {"batch": 10_923, "num_heads": 6, "seqlen_q": 16, "seqlen_k": 16}
-        return [Case(probe, _like(sample("prefill"), **sizes))]
+        heads = Case(probe, _like(sample("prefill"), **sizes))
+        packed = {"batch": 65_600, "num_heads": 8, "seqlen_q": 1, "seqlen_k": 1, "layout": "thd"}
+        return [heads, Case(probe, _like(sample("prefill"), **packed))]
     sizes = {"batch": MANY, "num_heads": 8, "seqlen_k": 1, "page_size": 16}
     return [Case(probe, _like(sample("decode"), **sizes), (1,) * MANY)]
 
@@ -109,6 +116,7 @@ def _few_prefills() -> list[Problem]:
         kind(causal=True, softcap=True, sinks=True),
         kind(dtype="fp16", window_left=16, alibi=True),
         kind(causal=True, window_left=16, bias=True),
+        kind(layout="thd", causal=True),
     ]
 
 
@@ -141,6 +149,10 @@ def _all_prefills() -> Iterator[Problem]:
         yield _like(plain, num_heads=heads, num_kv_heads=kv_heads)
     for causal in on_off:
         yield _like(plain, layout="bhsd", causal=causal)
+    for mask in ({}, {"causal": True}, {"window_left": 16}):
+        for softcap, sinks, alibi in product(on_off, on_off, on_off):
+            fields = {"softcap": softcap, "sinks": sinks, "alibi": alibi}
+            yield _like(wide, layout="thd", **mask, **fields)
 
 
 def _all_decodes() -> Iterator[Problem]:
@@ -179,7 +191,7 @@ def _prefill_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator
     if small:
         edges = [(t + 1, t + 1), (1, t)]
     else:
-        lengths = sorted({1, *(size + d for size in tiles for d in (-1, 0, 1)), 2 * t + 1})
+        lengths = sorted({1, *(size + d for size in tiles for d in NEAR), 2 * t + 1})
         edges = [pair for n in lengths for pair in ((n, n), (t + 1, n), (n, 2 * t + 1))]
     for seqlen_q, seqlen_k in edges:
         yield case(counted, seqlen_q, seqlen_k)
@@ -208,6 +220,31 @@ def _prefill_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator
     yield case("scores far from zero", 37, 37)
     if kind.num_heads > 1:
         yield case("heads are apart", 20, t + 9)
+
+
+def _packed_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:
+    t = max(tiles)
+    some = ((t + 1, t + 1), (0, 7), (1, 1), (9, 2 * t), (t // 2, 3), (5, 0))
+    edges = (1, t - 1, t, t + 1) if small else sorted({1, *(s + d for s in tiles for d in NEAR)})
+
+    def case(probe: str, *lengths: tuple[int, int], **changes: Any) -> Case:
+        rows, keys = (max(each) for each in zip(*lengths, strict=True))
+        sizes = {"batch": len(lengths), "seqlen_q": rows, "seqlen_k": keys, "lengths": "ragged"}
+        return Case(probe, replace(kind, **sizes, **changes), lengths)
+
+    yield case("random values", *some)
+    yield case("visible keys are counted", *((n, n) for n in edges), *((3, n) for n in edges))
+    if not small:
+        yield case("visible keys are counted", *((n, 2 * t + 1) for n in edges))
+    yield case("rows without keys", (5, 0), (0, 0), (t, 3))
+    yield case("a scale of its own", *some[:4])
+    yield case("lse is the natural logarithm", *some)
+    yield case("out without lse", *some)
+    yield case("sequences are apart", *some[:4])
+    yield case("wide rows", *some[:4])
+    yield case("each tensor unaligned", *some[2:5])
+    yield case("two runs agree in every bit", *some)
+    yield case("scores far from zero", (37, 37), (1, 9))
 
 
 def _decode_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:
@@ -246,4 +283,4 @@ def _decode_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[
 
 def _decode_edges(tiles: Sequence[int], page_size: int) -> tuple[int, ...]:
     sizes = {*tiles, page_size, 2 * max(tiles)}
-    return tuple(sorted({0, 1, 2, *(size + d for size in sizes for d in (-1, 0, 1))}))
+    return tuple(sorted({0, 1, 2, *(size + d for size in sizes for d in NEAR)}))

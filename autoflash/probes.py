@@ -131,6 +131,25 @@ def _neighbours_are_not_read(subject: Subject, make: Make) -> str:
     return judged(subject, replace(inputs, q=q, k=k, v=v))
 
 
+def _sequences_are_apart(subject: Subject, make: Make) -> str:
+    # packed ones: what a tile reads past its own must not count
+    inputs = make()
+    ends_q, ends_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    assert ends_q is not None and ends_k is not None
+    out, lse = subject.run(inputs)
+    last = inputs.problem.batch - 1
+    rows, keys = slice(int(ends_q[last]), None), slice(int(ends_k[last]), None)
+    spoilt = {name: getattr(inputs, name).clone() for name in ("q", "k", "v")}
+    for name, tensor in spoilt.items():
+        tensor[rows if name == "q" else keys] = float("nan")
+    other, other_lse = subject.run(replace(inputs, **spoilt))
+    assert lse is not None and other_lse is not None
+    before = slice(0, rows.start)
+    if not _same(out[before], lse[:, before], other[before], other_lse[:, before]):
+        return "results change with what another sequence holds"
+    return ""
+
+
 def _far_pages(subject: Subject, make: Make) -> str:
     near = make(poison=False)
     table = near.block_table
@@ -287,6 +306,7 @@ PROBES = {
     "lse is the natural logarithm": Probe("lse", _lse_is_natural),
     "out without lse": Probe("lse", _right_without_lse),
     "dead slots change no bit": Probe("dead memory", _dead_slots_change_no_bit),
+    "sequences are apart": Probe("dead memory", _sequences_are_apart),
     "neighbours are not read": Probe("dead memory", _neighbours_are_not_read),
     "page ids beyond 32 bits": Probe("addresses", _far_pages),
     "keys beyond 32 bits": Probe("addresses", _far_keys),

@@ -19,6 +19,7 @@ class Variant:
     alibi: bool = False
     bias: bool = False
     sinks: bool = False
+    varlen: bool = False  # sequences packed one after the other
     paged: bool = False
     queries: bool = False  # several query tokens a sequence
     quantised: bool = False
@@ -42,7 +43,7 @@ class Variant:
     @property
     def has_boundary(self) -> bool:
         """Whether tiles of keys may be seen in part however the lengths fall."""
-        return self.causal or self.window
+        return self.causal or self.window or self.varlen
 
     @property
     def merges(self) -> bool:
@@ -74,6 +75,7 @@ def title(problem: Problem) -> str:
         parts.append(f"window {p.window_left}, {p.window_right}" if p.windowed else "")
         parts += p.modifiers
         parts.append(p.layout if p.layout != "bshd" else "")
+        parts.append(p.lengths if p.lengths != "equal" else "")
     else:
         parts.append(f"{p.seqlen_q} queries" if p.seqlen_q > 1 else "")
         parts.append(f"{p.seqlen_k} keys")

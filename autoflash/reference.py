@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 2048  # bounds the fp64 score matrix of a long sequence
 def reference(
     inputs: Inputs, softmax_scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in fp64: `out` in the query's layout and `lse` (batch, num_heads, seqlen_q).
+    """Attention in fp64: `out` in the query's layout and `lse` of the inputs' `lse_shape`.
 
     `lse` is the natural logarithm of the sum of exponentials of the final scores, the sink's among
     them. Rows with no visible key have `out` 0 and `lse` -inf, or the sink.
@@ -54,9 +54,14 @@ def eager_rows(
     return out.to(TORCH_DTYPES[inputs.problem.out_dtype]), lse
 
 
-def visible(problem: Problem, rows: torch.Tensor, keys: int) -> torch.Tensor:
-    """(rows, keys) booleans: whether key j is in the window of row i at p = i + keys - seqlen_q."""
-    after = _places_after(problem, rows, keys)
+def visible(
+    problem: Problem, rows: torch.Tensor, keys: int, queries: int | None = None
+) -> torch.Tensor:
+    """(rows, keys) booleans: whether key j is in the window of row i at p = i + keys - queries.
+
+    A sequence has `seqlen_q` queries unless said otherwise.
+    """
+    after = _places_after(rows, keys, problem.seqlen_q if queries is None else queries)
     seen = torch.ones_like(after, dtype=torch.bool)
     left, right = problem.window
     if left >= 0:
@@ -66,9 +71,9 @@ def visible(problem: Problem, rows: torch.Tensor, keys: int) -> torch.Tensor:
     return seen
 
 
-def _places_after(problem: Problem, rows: torch.Tensor, keys: int) -> torch.Tensor:
+def _places_after(rows: torch.Tensor, keys: int, queries: int) -> torch.Tensor:
     """(rows, keys): how far behind its query's position a key stands; negative before it."""
-    position = rows + keys - problem.seqlen_q
+    position = rows + keys - queries
     return torch.arange(keys, device=rows.device)[None, :] - position[:, None]
 
 
@@ -85,10 +90,12 @@ def _attention(
         k, v = (t.repeat_interleave(problem.group_size, dim=0) for t in (k, v))
         chunks = [
             _rows(inputs, b, slice(None), rows, q, k, v, softmax_scale, p_dtype)
-            for rows in torch.arange(problem.seqlen_q, device=q.device).split(ROWS_AT_ONCE)
+            for rows in torch.arange(q.shape[1], device=q.device).split(ROWS_AT_ONCE)
         ]
         outs.append(torch.cat([out for out, _ in chunks], dim=1))
         lses.append(torch.cat([lse for _, lse in chunks], dim=1))
+    if problem.varlen:
+        return torch.cat(outs, dim=1).transpose(0, 1), torch.cat(lses, dim=1)
     out, lse = torch.stack(outs), torch.stack(lses)  # (batch, num_heads, seqlen_q, head_dim_v)
     return (out.transpose(1, 2) if problem.layout == "bshd" else out), lse
 
@@ -131,12 +138,12 @@ def _rows(
 
     q, k and v are those of the `heads` alone.
     """
-    problem = inputs.problem
+    problem, queries = inputs.problem, q.shape[1]
     scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
     product = _product_in_order if p_dtype == torch.float32 else torch.matmul
     scores = product(q[:, rows], k.transpose(1, 2)) * scale
-    scores = _modified(inputs, b, heads, rows, scores)
-    scores = scores.masked_fill(~visible(problem, rows, k.shape[1]), float("-inf"))
+    scores = _modified(inputs, b, heads, rows, queries, scores)
+    scores = scores.masked_fill(~visible(problem, rows, k.shape[1], queries), float("-inf"))
     if inputs.sinks is not None:  # a key that all see and whose v is 0
         sink = inputs.sinks[heads, None, None].to(scores.dtype)
         scores = torch.cat([scores, sink.expand(-1, len(rows), 1)], dim=2)
@@ -154,14 +161,19 @@ def _rows(
 
 
 def _modified(
-    inputs: Inputs, b: int, heads: slice, rows: torch.Tensor, scores: torch.Tensor
+    inputs: Inputs,
+    b: int,
+    heads: slice,
+    rows: torch.Tensor,
+    queries: int,
+    scores: torch.Tensor,
 ) -> torch.Tensor:
     """Scaled scores (heads, rows, keys) of sequence `b` capped, then biased."""
     if inputs.softcap:
         scores = inputs.softcap * (scores / inputs.softcap).tanh()
     if inputs.alibi_slopes is not None:
         slopes = inputs.alibi_slopes[b, heads, None, None].to(scores.dtype)
-        scores = scores - slopes * _places_after(inputs.problem, rows, scores.shape[2]).abs()
+        scores = scores - slopes * _places_after(rows, scores.shape[2], queries).abs()
     if inputs.bias is not None:
         whole = modifiers_of(inputs.problem, inputs.modifiers).bias
         assert whole is not None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from autoflash.gpu import Gpu
-from autoflash.inputs import sequence_lengths, shared_tokens
+from autoflash.inputs import packed_lengths, sequence_lengths, shared_tokens
 from autoflash.problem import Problem
 from autoflash.runtime.problem import DTYPE_BYTES
 
@@ -29,13 +29,20 @@ class Floor:
 
 def visible_pairs(problem: Problem) -> int:
     """Query-key pairs that are visible, summed over the batch, for one head."""
-    rows, (left, right) = problem.seqlen_q, problem.window
+    left, right = problem.window
     total = 0
-    for keys in sequence_lengths(problem):
+    for rows, keys in zip(*_lengths(problem), strict=True):
         position = keys - rows  # of the first query
         end = _clamped_sum(position + right + 1, rows, keys) if right >= 0 else rows * keys
         total += end - (_clamped_sum(position - left, rows, keys) if left >= 0 else 0)
     return total
+
+
+def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
+    """The queries and the keys of each sequence."""
+    if problem.varlen:
+        return packed_lengths(problem)
+    return [problem.seqlen_q] * problem.batch, sequence_lengths(problem)
 
 
 def _clamped_sum(first: int, count: int, top: int) -> int:
@@ -63,7 +70,7 @@ def floor(problem: Problem, gpu: Gpu) -> Floor:
     """Flops of both products on visible pairs; each byte read or written once."""
     p = problem
     flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
-    rows = p.batch * p.seqlen_q * p.num_heads
+    rows = sum(_lengths(p)[0]) * p.num_heads
     moved = rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])
     moved += cache_bytes(p)
     if p.bias:  # the same for all sequences

@@ -44,7 +44,7 @@ class Candidate:
         canaries, p = Canaries(inputs.q.device), inputs.problem
         out, lse = _out(canaries, inputs), None
         if with_lse:
-            lse = canaries.new("lse", (p.batch, p.num_heads, p.seqlen_q), torch.float32)
+            lse = canaries.new("lse", inputs.lse_shape, torch.float32)
         module = _kernels(family_of(self._config.family).variant(p))
         given = (module, inputs, out, lse, self._gpu, self._config, softmax_scale)
         run_plan(plan_of(*given, new_workspace=canaries.workspace))

@@ -111,7 +111,8 @@ class PrefillEntry(Model):
     seqlen_q: OneOrMany[Positive]
     seqlen_k: OneOrMany[Positive] = Field(default_factory=list)
     causal: OneOrMany[bool] = Field(default=[True])
-    layout: OneOrMany[Literal["bshd", "bhsd"]] = Field(default=["bshd"])
+    layout: OneOrMany[Literal["bshd", "bhsd", "thd"]] = Field(default=["bshd"])
+    lengths: OneOrMany[Literal["equal", "ragged"]] = Field(default=["equal"])
     window_left: OneOrMany[Side] = Field(default=[-1])
     window_right: OneOrMany[Side] = Field(default=[-1])
     softcap: OneOrMany[bool] = Field(default=[False])

@@ -53,6 +53,7 @@ def sample(
     op: str,
     paged: bool = False,
     queries: bool = False,
+    varlen: bool = False,
     kv_scales: str = "",
     window: bool = False,
     **switches: Any,
@@ -71,6 +72,7 @@ def sample(
         seqlen_q=2 if queries else 1,
         seqlen_k=64,
         page_size=16 if paged else 0,
+        layout="thd" if varlen else "bshd",
         kv_dtype="int8" if kv_scales else "",
         kv_scales=kv_scales,
         window_left=16 if window else -1,
@@ -80,11 +82,11 @@ def sample(
 
 def samples(family: Family) -> list[Problem]:
     """A small problem for each setting of the switches that the family serves."""
-    names = ("paged", "queries", "causal", "window", *MODIFIERS)
+    names = ("paged", "queries", "varlen", "causal", "window", *MODIFIERS)
     every = []
     for on in product((False, True), repeat=len(names)):
         switches = dict(zip(names, on, strict=True))
-        if switches["alibi"] and switches["bias"]:
+        if switches["bias"] and (switches["alibi"] or switches["varlen"]):
             continue  # they exclude each other
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]

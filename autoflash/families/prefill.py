@@ -17,9 +17,11 @@ PARTS = (
     "prefill/tiles.py.jinja",
     "prefill/modifiers.py.jinja",
     "prefill/attend.py.jinja",
+    "prefill/packed.py.jinja",
     "prefill/kernel.py.jinja",
     "prefill/plan.py.jinja",
     "prefill/plan_modified.py.jinja",
+    "prefill/plan_packed.py.jinja",
 )
 
 HEAD_GROUP_MIB = Knob("HEAD_GROUP_MIB", (4, 24, 1), compiled=False)

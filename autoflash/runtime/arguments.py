@@ -8,10 +8,16 @@ from typing import Any
 import torch
 
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
-from .problem import Problem, ProblemError, reached_window
+from .packed import packed_fields, packed_layout
+from .problem import LAYOUTS, Problem, ProblemError, reached_window
 from .scales import QUANTISED_ARGUMENTS, Scale, scales_granularity
 
 ARGUMENT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+AXES = {  # of K and V, by layout
+    "bshd": ("batch", "seqlen_k", "num_kv_heads", "head_dim"),
+    "bhsd": ("batch", "num_kv_heads", "seqlen_k", "head_dim"),
+    "thd": ("seqlen_k", "num_kv_heads", "head_dim"),
+}
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -36,29 +42,32 @@ def prefill_problem(
     modifiers: Modifiers = NO_MODIFIERS,
 ) -> Problem:
     """The problem these tensors pose. Raises ProblemError naming the argument that does not fit."""
-    _check_tensors("prefill", q, k=k, v=v)
-    if layout not in ("bshd", "bhsd"):
-        raise ProblemError(f"prefill: layout {layout!r} is none of bshd, bhsd")
-    tokens, heads = (1, 2) if layout == "bshd" else (2, 1)
-    _expect("prefill", "k", "batch", k.shape[0], q.shape[0])
-    _expect("prefill", "k", "head_dim", k.shape[3], q.shape[3])
-    for name, axis in (("batch", 0), ("seqlen_k", tokens), ("num_kv_heads", heads)):
-        _expect("prefill", "v", name, v.shape[axis], k.shape[axis])
+    if layout not in LAYOUTS:
+        raise ProblemError(f"prefill: layout {layout!r} is none of {', '.join(LAYOUTS)}")
+    layout = packed_layout(layout, modifiers)
+    axes = AXES[layout]
+    _check_tensors("prefill", q, len(axes), k=k, v=v)
+    heads, tokens = axes.index("num_kv_heads"), axes.index("seqlen_k")
+    for axis, name in enumerate(axes):
+        if name in ("batch", "head_dim"):
+            _expect("prefill", "k", name, k.shape[axis], q.shape[axis])
+        if name != "head_dim":
+            _expect("prefill", "v", name, v.shape[axis], k.shape[axis])
+    sizes = {"batch": q.shape[0], "seqlen_q": q.shape[tokens], "seqlen_k": k.shape[tokens]}
+    if layout == "thd":
+        sizes = packed_fields(q, k, modifiers)
+    whole = (sizes["batch"], q.shape[heads], sizes["seqlen_q"], sizes["seqlen_k"])
     problem = Problem(
         op="prefill",
         dtype=ARGUMENT_DTYPES[q.dtype],
-        batch=q.shape[0],
         num_heads=q.shape[heads],
         num_kv_heads=k.shape[heads],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        seqlen_q=q.shape[tokens],
-        seqlen_k=k.shape[tokens],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
         causal=causal,
         layout=layout,
-        **modifier_fields(
-            "prefill", modifiers, q, q.shape[heads], q.shape[tokens], k.shape[tokens]
-        ),
+        **sizes,
+        **modifier_fields("prefill", modifiers, q, *whole),
     )
     return reached_window(problem)
 
@@ -81,7 +90,7 @@ def decode_problem(
     Without `max_seqlen_k` the cache's capacity stands for it. Raises ProblemError naming the
     argument that does not fit.
     """
-    _check_tensors("decode", q, QUANTISED_ARGUMENTS, k_cache=k_cache, v_cache=v_cache)
+    _check_tensors("decode", q, 4, QUANTISED_ARGUMENTS, k_cache=k_cache, v_cache=v_cache)
     check_rows_of_words("decode", k_cache, v_cache)
     if kv_layout not in ("nhd", "hnd"):
         raise ProblemError(f"decode: kv_layout {kv_layout!r} is none of nhd, hnd")
@@ -179,13 +188,15 @@ def check_cache_entries(
 def _check_tensors(
     function: str,
     q: torch.Tensor,
+    dimensions: int,
     also: Collection[torch.dtype] = (),
     **others: torch.Tensor,
 ) -> None:
     """`also` are types that the others may have though q has another."""
     for name, tensor in {"q": q, **others}.items():
-        if tensor.dim() != 4:
-            raise ProblemError(f"{function}: {name} has {tensor.dim()} dimensions, not 4")
+        if tensor.dim() != dimensions:
+            told = f"{tensor.dim()} dimensions, not {dimensions}"
+            raise ProblemError(f"{function}: {name} has {told}")
         quantised = tensor.dtype in also and name != "q"
         if tensor.dtype not in ARGUMENT_DTYPES and not quantised:
             raise ProblemError(f"{function}: {name} is {tensor.dtype}, not bf16, fp16 or fp32")
@@ -193,7 +204,7 @@ def _check_tensors(
             raise ProblemError(f"{function}: {name} is {tensor.dtype}, q is {q.dtype}")
         if tensor.device != q.device:
             raise ProblemError(f"{function}: {name} is on {tensor.device}, q is on {q.device}")
-        if tensor.numel() and tensor.stride(3) != 1:
+        if tensor.numel() and tensor.stride(-1) != 1:
             raise ProblemError(f"{function}: {name}'s last dimension must be contiguous")
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise ProblemError(

@@ -34,10 +34,10 @@ from .served import (
     served_before,
 )
 from .tally import last_tally
+from .varlen import prefill_packed
 
 PREFILL_OTHERS = (  # not served yet
     *("block_mask", "document_ids", "prefix_lens", "mask"),
-    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
     *("cache_seqlens", "block_table", "kv_layout", "q_scale", "k_scale", "v_scale"),
     *("dropout_p", "rng", "deterministic", "batch_invariant"),
 )
@@ -92,7 +92,12 @@ def prefill(
     off, or `bias`, of q's type and broadcast to (batch, num_heads, seqlen_q, seqlen_k), is added.
     `sinks` (num_heads,) are logits of a key that every query of a head sees and whose v is 0.
     `lse` is fp32 (batch, num_heads, seqlen_q), the natural logarithm of the sum of exponentials;
-    rows that see no key have `out` 0 and `lse` -inf, or the sink. Never waits for the device.
+    rows that see no key have `out` 0 and `lse` -inf, or the sink.
+    Sequences of any lengths may be packed one after the other: q is (total_q, num_heads, head_dim),
+    k and v (total_k, num_kv_heads, head_dim), `lse` (num_heads, total_q). `cu_seqlens_q` and
+    `cu_seqlens_k`, int32 or int64 (batch + 1,), say where each begins; none has more queries than
+    `max_seqlen_q`, nor more keys than `max_seqlen_k`. Rows past the last one are not written.
+    Never waits for the device, but to look at these with `check`.
     Raises ProblemError naming an argument that does not fit or is not served yet.
     """
     others = (
@@ -100,10 +105,6 @@ def prefill(
         document_ids,
         prefix_lens,
         mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
         cache_seqlens,
         block_table,
         kv_layout if kv_layout != "nhd" else None,  # names the order of a cache's axes
@@ -116,6 +117,12 @@ def prefill(
         batch_invariant or None,
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
+    if packed or max_seqlen_q is not None or max_seqlen_k is not None:
+        packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
+        options = (causal, layout, softmax_scale, out, return_lse, check)
+        return prefill_packed(q, k, v, modifiers, *options)
     if torch.compiler.is_compiling():
         modifying = (alibi_slopes, bias, sinks)
         numbers = (softmax_scale, softcap)

@@ -25,6 +25,8 @@ def prefill_hopper_unsupported(problem: Problem, gpu: Any) -> str | None:
         return f"serves prefill, not {p.op}"
     if p.paged:
         return "keys in pages are not served"
+    if p.varlen:
+        return "packed sequences: the portable family's"
     if p.lengths != "equal":
         return "sequences of different lengths are not served"
     if p.windowed or p.modifiers:

@@ -1,4 +1,4 @@
-"""Windows, softcap, ALiBi, biases and sinks: what a caller gives, checked, and what plans take."""
+"""Windows, softcap, ALiBi, biases, sinks, packing: what a caller gives, and what plans take."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ class Modifiers(NamedTuple):
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.alibi_slopes, self.bias, self.sinks
+        return self.alibi_slopes, self.bias, self.sinks, self.cu_seqlens_q, self.cu_seqlens_k
 
 
 NO_MODIFIERS = Modifiers()
@@ -34,6 +38,7 @@ def modifier_fields(
     function: str,
     given: Modifiers,
     q: torch.Tensor,
+    batch: int,
     num_heads: int,
     seqlen_q: int,
     seqlen_k: int,
@@ -47,7 +52,7 @@ def modifier_fields(
         raise ProblemError(f"{function}: softcap {given.softcap} is not from 0 upwards")
     for name in ("alibi_slopes", "bias", "sinks"):
         _check_modifier(function, name, getattr(given, name), q)
-    batch, slopes, sinks = q.shape[0], given.alibi_slopes, given.sinks
+    slopes, sinks = given.alibi_slopes, given.sinks
     if slopes is not None:
         _expect_dtype(function, "alibi_slopes", slopes, torch.float32)
         _expect_shape(function, "alibi_slopes", slopes, (num_heads,), (batch, num_heads))
@@ -82,6 +87,8 @@ def prefill_plan(
     module: ModuleType, problem: Problem, modifiers: Modifiers, *arguments: Any
 ) -> list[Any]:
     """What a rendered text launches for these arguments of its plan() and `modifiers_of` them."""
+    if problem.varlen:
+        return module.plan(modifiers, *arguments)
     if problem.windowed or problem.modifiers:
         return module.plan_modified(modifiers, *arguments)
     return module.plan(*arguments)

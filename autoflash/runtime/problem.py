@@ -8,7 +8,7 @@ OPS = ("prefill", "decode")
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 QUANTISED_BYTES = {"fp8_e4m3": 1, "int8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, **QUANTISED_BYTES}
-LAYOUTS = ("bshd", "bhsd")
+LAYOUTS = ("bshd", "bhsd", "thd")  # thd: sequences packed one after the other
 KV_LAYOUTS = ("nhd", "hnd")
 LENGTHS = ("equal", "ragged")
 PAGES = ("permuted", "contiguous", "shared")
@@ -30,6 +30,9 @@ class Problem:
     after the other ("contiguous"), or anywhere but the first half of `seqlen_k` ("shared"), which
     all sequences have in common. `kv_scales` says what one scale of a quantised cache is for: all
     of K ("tensor"), a KV head, or a KV head of one token ("token"); V has its own.
+
+    With the layout "thd" (prefill) `seqlen_q` and `seqlen_k` are those of the longest sequences and
+    `lengths` speaks of both.
 
     A query at position p sees the keys from p - `window_left` to p + `window_right`; -1 is
     unbounded. Causal ends a window at p, and a window that ends there is causal: it is stored so,
@@ -105,6 +108,11 @@ class Problem:
         return self.page_size > 0
 
     @property
+    def varlen(self) -> bool:
+        """Whether sequences of any lengths stand one after the other, without an axis of theirs."""
+        return self.layout == "thd"
+
+    @property
     def windowed(self) -> bool:
         return self.window_left >= 0 or self.window_right >= 0
 
@@ -130,6 +138,7 @@ class Problem:
             "causal": self.op == "prefill" and self.causal and not self.windowed,
             "window": self.windowed,
             **dict.fromkeys(self.modifiers, True),
+            "varlen": self.varlen,
             "paged": self.paged,
             "queries": self.op == "decode" and self.seqlen_q > 1,
             "quantised": self.quantised,
@@ -182,6 +191,8 @@ def problem_error(p: Problem) -> str | None:
             return f"{name} {getattr(p, name)} is neither a number of keys nor -1 for unbounded"
     if p.alibi and p.bias:
         return "alibi and bias exclude each other: the slopes can be added into the bias"
+    if p.bias and p.varlen:
+        return "bias has axes of queries and keys, which packed sequences have not"
     for name in ("batch", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "seqlen_q"):
         if getattr(p, name) < 1:
             return f"{name} {getattr(p, name)} is not positive"

@@ -95,7 +95,7 @@ def launch_first(
 ) -> None:
     """Plan and launch a call of a form not seen before, which is then served by its recipe."""
     count_call(tally)
-    plan, recipe = learn_recipe(make_plan, tensors, _workspaces(tensors[0]))
+    plan, recipe = learn_recipe(make_plan, tensors, workspaces_on(tensors[0]))
     compiled = launch_plan(plan, tensors[0])
     if recipe is None:
         return
@@ -108,7 +108,7 @@ def launch_again(served: Served, tensors: Sequence[Any]) -> None:
     """Launch for these tensors what served others of their form."""
     count_call(served.tally)
     if served.bound is None or not served.bound.launch(tensors):
-        launch_plan(served.recipe.plan(tensors, _workspaces(tensors[0])), tensors[0])
+        launch_plan(served.recipe.plan(tensors, workspaces_on(tensors[0])), tensors[0])
 
 
 def launch_repeat(repeat: Repeat, tensors: Sequence[Any]) -> bool:
@@ -164,6 +164,6 @@ def launch_plan(plan: list[Launch], q: torch.Tensor) -> list[Any]:
         return run_plan(plan)
 
 
-def _workspaces(q: torch.Tensor) -> NewWorkspace:
+def workspaces_on(q: torch.Tensor) -> NewWorkspace:
     """A maker of scratch tensors; the caching allocator orders their reuse by stream."""
     return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=q.device)

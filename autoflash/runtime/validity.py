@@ -18,8 +18,8 @@ def prefill_unsupported(problem: Problem, gpu: Any) -> str | None:
         return f"serves prefill, not {p.op}"
     if p.paged:
         return "keys in pages are not served"
-    if p.lengths != "equal":
-        return "sequences of different lengths are not served"
+    if p.lengths != "equal" and not p.varlen:
+        return "sequences of different lengths must be packed, in layout thd"
     if p.head_dim_v != p.head_dim:
         return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
     if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:

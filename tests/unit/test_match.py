@@ -45,6 +45,7 @@ def test_a_field_that_matches_exactly_changes_the_key():
         ("head_dim_v", 32),
         ("causal", False),
         ("layout", "bhsd"),
+        ("layout", "thd"),
         ("deterministic", True),
         ("batch_invariant", True),
         ("num_heads", 2),  # another group size
