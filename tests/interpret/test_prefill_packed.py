@@ -161,7 +161,7 @@ def test_many_short_sequences_are_one_dimension_of_the_grid() -> None:
     inputs = make_inputs(many)
     _, grid, _, _ = plan(inputs, config(BLOCK_M=16))
     assert grid == (65_600 // 16 + 65_600,)
-    few = make_inputs(replace(many, batch=300))
+    few = make_inputs(replace(many, batch=60))
     out, lse = run(few, config(BLOCK_M=16))
     rows = sample_rows(few.problem, 0)
     verdict = Budget(few, rows=rows).judge(*picked(few.problem, out, lse, rows))
