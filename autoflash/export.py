@@ -12,7 +12,7 @@ from typing import Any
 from autoflash import __version__
 from autoflash.config import Config
 from autoflash.errors import ExportError
-from autoflash.families import FAMILIES, append_kv, samples, why_refused
+from autoflash.families import FAMILIES, samples, untuned_variants, why_refused
 from autoflash.gpu import Gpu
 from autoflash.portfolio import Measured, choose_portfolio, unseen_regrets
 from autoflash.problem import Problem, Variant, title
@@ -30,6 +30,7 @@ PUBLIC = (
     "coverage",
     "decode",
     "explain",
+    "merge",
     "prefill",
     "self_test",
     "write_trace",
@@ -168,7 +169,7 @@ def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
     unseen = unseen_loss(rows)
     told = [f"Had it not been tuned, a problem would lose {line}" for line in unseen[:1]]
     docstring = DOCSTRING.format(
-        functions="prefill(), decode() and append_kv()",
+        functions="prefill(), decode(), append_kv() and merge()",
         version=__version__,
         provenance="\n".join([*_provenance(winners), *told, *unseen[1:]]),
     )
@@ -239,7 +240,7 @@ def _names(families: Iterable[str]) -> dict[tuple[str, ...], Variant]:
         for name in sorted(families)
         for problem in samples(FAMILIES[name])
     }
-    return tuned | {(each.family, *each.switches): each for each in append_kv.variants().values()}
+    return tuned | {(each.family, *each.switches): each for each in untuned_variants().values()}
 
 
 def _row(row: ExportedProblem, knobs: Sequence[Any]) -> str:

@@ -2,7 +2,7 @@
 
 from autoflash.config import Config
 from autoflash.errors import UnsupportedError
-from autoflash.families import append_kv, decode, decode_last, prefill, prefill_hopper
+from autoflash.families import append_kv, decode, decode_last, merge, prefill, prefill_hopper
 from autoflash.families.family import Family, sample, samples, space, variants
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem, Variant
@@ -17,6 +17,7 @@ __all__ = [
     "samples",
     "serving",
     "space",
+    "untuned_variants",
     "variants",
     "why_refused",
 ]
@@ -25,6 +26,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (prefill.FAMILY, prefill_hopper.FAMILY, decode.FAMILY, decode_last.FAMILY)
 }
+UNTUNED = (append_kv, merge)
 
 
 def family_of(name: str) -> Family:
@@ -36,13 +38,19 @@ def family_of(name: str) -> Family:
 
 def parts_of(name: str) -> tuple[str, ...]:
     """The parts of the texts of this name, a family's or what is not tuned."""
-    return append_kv.PARTS if name == append_kv.NAME else family_of(name).parts
+    untuned = {each.NAME: each.PARTS for each in UNTUNED}
+    return untuned.get(name) or family_of(name).parts
 
 
 def every_variant() -> dict[str, Variant]:
     """Every text there is, by its name."""
     tuned = {k: v for family in FAMILIES.values() for k, v in variants(family).items()}
-    return tuned | append_kv.variants()
+    return tuned | untuned_variants()
+
+
+def untuned_variants() -> dict[str, Variant]:
+    """The texts that have nothing to tune, by their names."""
+    return {name: variant for each in UNTUNED for name, variant in each.variants().items()}
 
 
 def why_refused(problem: Problem, config: Config, gpu: Gpu) -> str | None:

@@ -1,4 +1,4 @@
-"""The exported functions: prefill() and decode(), served by the config chosen, and append_kv()."""
+"""The exported functions: prefill() and decode() by the config chosen, append_kv(), merge()."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from .arguments import (
 )
 from .installed import device_for, installed, tally_for
 from .launch import interpreted
+from .merging import check_parts, merge_forms
 from .modifiers import Modifiers, modifiers_of, prefill_plan
 from .operators import append_kv_traced, decode_traced, prefill_traced
+from .problem import ProblemError
 from .recipe import form_of
 from .scales import Scale, cache_form, scale_form, scale_number
 from .self_test import SelfTestCase, run_self_test
 from .served import (
     launch_again,
     launch_first,
+    launch_plan,
     launch_repeat,
     outputs_of,
     remember_repeat,
@@ -323,6 +326,33 @@ def append_kv(
         launch_again(served, tensors)
     elif module is not None:
         launch_first(form, None, tensors, lambda _: module.plan(*tensors, kv_layout))
+
+
+def merge(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    layout: str = "bshd",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result (out, lse) over all keys, of the results over two parts of them.
+
+    The parts are as prefill() and decode() give them, in the same layout and type, and so is what
+    comes of them; 3-D outputs are decode()'s, with layout "thd" those of packed sequences. Rows
+    that saw no key in a part, whose lse is -inf, take the other's. A sink must have counted in one
+    part only. Raises ProblemError naming an argument that does not fit.
+    """
+    if torch.compiler.is_compiling():
+        raise ProblemError("merge: not supported under torch.compile yet")
+    check_parts(out_a, lse_a, out_b, lse_b, layout)
+    device_for(out_a)
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    if out.numel():
+        results = ((out_a, lse_a), (out_b, lse_b), (out, lse))
+        forms = [form for each in results for form in merge_forms(*each, layout)]
+        launch_plan(installed().module("merge", ()).plan(*forms), out_a)
+    return out, lse
 
 
 def self_test(device: torch.device | str | None = None) -> list[SelfTestCase]:

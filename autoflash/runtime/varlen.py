@@ -56,8 +56,6 @@ def prefill_packed(
 
 def _size_class(problem: Problem) -> Problem:
     """The problem with its sizes rounded up to powers of two, as buckets of tuned ones are."""
-    names = ("batch", "seqlen_q", "seqlen_k")
-    sizes = {name: getattr(problem, name) for name in names}
-    return replace(
-        problem, **{n: 1 << (size - 1).bit_length() for n, size in sizes.items() if size}
-    )
+    sizes = {name: getattr(problem, name) for name in ("batch", "seqlen_q", "seqlen_k")}
+    rounded = {name: 1 << (size - 1).bit_length() for name, size in sizes.items() if size}
+    return replace(problem, **rounded)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoflash import kernel
-from autoflash.families import FAMILIES, append_kv, serving
+from autoflash.families import FAMILIES, serving, untuned_variants
 from autoflash.gpu import KNOWN
 from autoflash.kernel import CompileError, compile_candidate
 from autoflash.problem import Problem, Variant
@@ -49,7 +49,7 @@ GOLDEN_VARIANTS = (
     Variant("decode_last", "decode", paged=True, queries=True, quantised=True, token_scales=True),
 )
 
-REVIEWED = (*GOLDEN_VARIANTS, *append_kv.variants().values())
+REVIEWED = (*GOLDEN_VARIANTS, *untuned_variants().values())
 
 TARGETS = {gpu.arch: gpu for gpu in KNOWN.values() if gpu.name != "NVIDIA H100 80GB HBM3"}
 
