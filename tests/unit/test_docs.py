@@ -67,8 +67,10 @@ def test_make_targets_that_are_named_exist(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path):
-    names = re.findall(r"`((?:docs|examples|tests|tunedb|templates)/[\w./-]*)`", path.read_text())
-    missing = [name for name in names if not (ROOT / name).exists()]
+    text = path.read_text()
+    names = re.findall(r"`((?:docs|examples|tests|tunedb|templates)/[\w./-]*)`", text)
+    made = re.findall(r"^`(\S+)`:\n\n```", text, flags=re.MULTILINE)  # by who follows the page
+    missing = [name for name in names if not (ROOT / name).exists() and name not in made]
     assert not missing
 
 
