@@ -1,4 +1,4 @@
-"""docs/adding-a-family.md, followed to the letter: a copy of the project has a family that works."""
+"""docs/adding-a-family.md, followed to the letter, gives a copy of the project a working family."""
 
 import json
 import os
