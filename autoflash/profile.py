@@ -96,8 +96,8 @@ def _rows(text: str) -> dict[str, dict[str, str]]:
     """The last row of each kernel of ncu's CSV, which stands among what else is printed."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = csv.DictReader(lines)
-    # the row after the names holds units, and no ID
-    return {row["Kernel Name"]: row for row in rows if row.get("ID") and row.get("Kernel Name")}
+    # the row after the names holds units, and no kernel
+    return {row["Kernel Name"]: row for row in rows if row.get("Kernel Name")}
 
 
 def _seen(profile: Profile, rows: dict[str, dict[str, str]]) -> Profile:

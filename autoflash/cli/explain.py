@@ -141,6 +141,8 @@ def _print_in_full(one: "Explanation") -> None:
         f"            decided {decision_date(winner)}, triton {chain.triton}, torch {chain.torch},"
     )
     print(f"            driver {chain.driver}; {one.candidates} candidates were tried")
+    if decision.tied:
+        print(f"            tied with {len(decision.tied)}, an earlier winner or the simplest won")
     print(f"  default   {decision.default}: {_gain(one)}")
     if least.floor_us:
         us, bound = decision.winner_us, f"the {least.floor_us:.4g} us that {least.bound} allows"
@@ -262,6 +264,7 @@ def _object(one: "Explanation") -> dict[str, Any]:
         "decided_at": one.winner.decided_at,
         "winner": _config(decision.winner),
         "winner_us": decision.winner_us,
+        "tied": [_config(config) for config in decision.tied],
         "margin": [decision.margin, decision.margin_low, decision.margin_high],
         "roofline": {**asdict(least), "percent": least.percent(decision.winner_us)},
         "limits": {**asdict(limits), "rest_us": limits.rest_us, "limiter": limits.limiter},

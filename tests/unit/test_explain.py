@@ -175,7 +175,7 @@ def db(tmp_path, monkeypatch):
         run = store.start_run(H200, CHAIN, **told)
         for each in told_by_a_search():
             store.record_trial(run, each)
-        store.record_decision(run, decided(margin=0.25).decision)
+        store.record_decision(run, decided(margin=0.25, tied=(FAR,)).decision)
         store.record_decision(run, winner_of(prefill_of()).decision)
         store.record_decision(run, winner_of(decode_of(), source="predicted").decision)
     return path
@@ -191,6 +191,7 @@ def test_one_winner_is_told_in_full(db):
     for part in (
         f"winner    {WINNER}: 20 us",
         "25 us, 25.0 % more",
+        "tied with 1, an earlier winner or the simplest won",
         "% of the 55.95 us that memory allows",
         "limiter   bytes",
         "128 registers, no spills, 65536 bytes of shared memory: 3 blocks",
@@ -217,6 +218,7 @@ def test_json_has_all_of_each(db):
     decode, prefill = json.loads(ask("--db", db, "--json").stdout)
     assert decode["limits"]["limiter"] == "bytes" and decode["winner"]["knobs"] == WINNER.as_dict()
     assert {each["failure"] for each in decode["neighbours"]} == {"", "compile: line 12: no"}
+    assert [each["knobs"] for each in decode["tied"]] == [FAR.as_dict()] and prefill["tied"] == []
     assert decode["failures"][0]["candidates"] == 1 and prefill["failures"] == []
     assert prefill["default"]["us"] == 10.0 and prefill["default"]["slower"] == 0.0
 

@@ -117,6 +117,7 @@ def test_qwen_slides_only_where_it_says_so(imported):
     problems, notices = imported(QWEN)
     assert notices == () and not any(p.windowed for p, _ in problems)
     assert {(p.num_heads, p.num_kv_heads, p.head_dim) for p, _ in problems} == {(28, 4, 128)}
+    assert not any(p.windowed for p, _ in imported(QWEN | {"sliding_window": 512})[0])
     sliding = QWEN | {"use_sliding_window": True, "sliding_window": 512}
     weights = {
         (p.op, p.window_left, weight) for p, weight in imported(sliding)[0] if p.seqlen_k > 999
