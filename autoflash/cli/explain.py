@@ -72,14 +72,7 @@ def explain(
         seqlen_k=seqlen_k,
         family=family,
     )
-    from autoflash.errors import StoreError
-
-    with store_warnings_told():
-        found = list(enumerate(explained(db, filters), 1))
-    if number is not None and number > len(found):
-        raise StoreError(f"--number {number}: {len(found)} winners are what was asked for")
-    if number is not None:
-        found = found[number - 1 : number]
+    found = explained(db, filters, number)
     if as_json:
         print_json([_object(one) for _, one in found])
     elif as_csv:
@@ -90,23 +83,35 @@ def explain(
         print_table(SUMMARY, [_summary(place, one) for place, one in found])
         notice("--number N, or filters that leave one winner, tell it in full")
     else:
-        notice("no winners are what was asked for")
+        notice("no measured winners are what was asked for")
 
 
-def explained(db: Path | None, filters: Filters) -> "list[Explanation]":
-    """The explanations of the winners that the filters leave; who is left out is noticed."""
+def explained(
+    db: Path | None, filters: Filters, number: int | None
+) -> "list[tuple[int, Explanation]]":
+    """The explanations of the winners that the filters leave, numbered from 1, or one of them.
+
+    Who is left out is noticed. Raises StoreError for a number that none has.
+    """
+    from autoflash.errors import StoreError
     from autoflash.explain import explanations
     from autoflash.store import Store, users_database
 
-    if db is None and users_database() is None:
-        notice("you have no database yet: shipped winners only")
-        told, left_out = explanations(None, filters.match)
-    else:
-        with Store.open(db, readonly=True) as store:
-            told, left_out = explanations(store, filters.match)
+    with store_warnings_told():
+        if db is None and users_database() is None:
+            notice("you have no database yet: shipped winners only")
+            told, left_out = explanations(None, filters.match)
+        else:
+            with Store.open(db, readonly=True) as store:
+                told, left_out = explanations(store, filters.match)
     for reason in left_out:
         notice(f"left out: {reason}")
-    return told
+    found = list(enumerate(told, 1))
+    if number is None:
+        return found
+    if number > len(found):
+        raise StoreError(f"--number {number}: {len(found)} winners are what was asked for")
+    return found[number - 1 : number]
 
 
 def _summary(number: int, one: "Explanation") -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from autoflash.cli.filters import (
     OfOp,
     Paged,
 )
-from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.notices import notice
 from autoflash.cli.options import AsJson
 from autoflash.cli.table import print_rows_as_csv, print_rows_as_json, print_table
 
@@ -60,8 +60,6 @@ def profile(
     """
     if as_json and as_csv:
         raise typer.BadParameter("--json or --csv, not both")
-    from autoflash.errors import StoreError
-
     filters = Filters.of(
         gpu,
         paged,
@@ -75,12 +73,7 @@ def profile(
         seqlen_k=seqlen_k,
         family=family,
     )
-    with store_warnings_told():
-        found = list(enumerate(explained(db, filters), 1))
-    if number is not None and number > len(found):
-        raise StoreError(f"--number {number}: {len(found)} winners are what was asked for")
-    if number is not None:
-        found = found[number - 1 : number]
+    found = explained(db, filters, number)
     if len(found) == 1:
         names, rows = _one(db, found[0][1])
     else:
@@ -94,7 +87,7 @@ def profile(
     elif rows:
         print_table(names, rows)
     else:
-        notice("no winners are what was asked for")
+        notice("no measured winners are what was asked for")
 
 
 def _one(db: Path | None, one: "Explanation") -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:

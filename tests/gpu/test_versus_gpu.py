@@ -15,7 +15,7 @@ MIB = 2**20
 WORKLOAD = """
 model: {num_heads: 8, num_kv_heads: 2, head_dim: 128, dtype: bf16}
 prefill: [{batch: 2, seqlen_q: 512}]
-decode: [{batch: 4, seqlen_k: 1024, page_size: 16}]
+decode: [{batch: 4, seqlen_k: 1024, page_size: [0, 16]}]
 """
 
 
@@ -48,10 +48,12 @@ def test_a_small_workload_beside_what_torch_has(tmp_path):
         arguments += ["--against", peer]
     done = CliRunner().invoke(app, list(map(str, arguments)))
     assert done.exception is None, done.output
-    prefill, decode = json.loads(results.read_text())["cases"]
-    for case in (prefill, decode):
-        assert case["ours"] > 0 and case["peers"]["math"] > 0
+    prefill, decode, paged = json.loads(results.read_text())["cases"]
+    for case in (prefill, decode, paged):
+        assert case["ours"] > 0
         assert case["figures"]["autoflash"]["launches"] >= 1
         assert case["figures"]["autoflash"]["error"] <= 2
         assert 0 < case["figures"]["autoflash"]["percent_of_roofline"] < 100
+    assert prefill["peers"]["math"] > 0 and decode["peers"]["math"] > 0
+    assert paged["unavailable"]["math"] == "it reads no pages"
     assert decode["unavailable"]["xformers"] == "it has no adapter for decode"

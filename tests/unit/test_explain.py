@@ -224,7 +224,8 @@ def test_json_has_all_of_each(db):
 
 
 def test_what_is_not_there_is_one_line(db, tmp_path):
-    assert ask("--db", db, "--batch", 99).stderr == "notice: no winners are what was asked for\n"
+    nothing = "notice: no measured winners are what was asked for\n"
+    assert ask("--db", db, "--batch", 99).stderr == nothing
     wrong = ask("--db", db, "--number", 3)
     assert isinstance(wrong.exception, StoreError)
     assert str(wrong.exception) == "--number 3: 2 winners are what was asked for"

@@ -166,5 +166,6 @@ def test_a_database_that_nobody_may_write_is_told(db, monkeypatch):
 
 def test_what_is_not_there_is_one_line(db):
     assert str(ask("--db", db, "--number", 3).exception).startswith("--number 3: 2 winners")
-    assert ask("--db", db, "--batch", 99).stderr == "notice: no winners are what was asked for\n"
+    nothing = "notice: no measured winners are what was asked for\n"
+    assert ask("--db", db, "--batch", 99).stderr == nothing
     assert ask("--json", "--csv").exit_code == 2
