@@ -1,4 +1,4 @@
-"""The examples around an exported module, and what the documents show of it, in the interpreter."""
+"""What the documents show of the exported module, and a Hugging Face model with it, interpreted."""
 
 import importlib.util
 import inspect
@@ -10,10 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from autoflash.accuracy import Budget
 from autoflash.export import export
-from autoflash.inputs import Inputs
-from autoflash.problem import Problem
 from autoflash.store import shipped_winners
 
 ROOT = Path(__file__).parents[2]
@@ -33,25 +30,6 @@ def dispatch(tmp_path_factory) -> ModuleType:
     path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
     path.write_text(export(shipped_winners()).text)
     return load(path)
-
-
-def test_the_serving_example_computes_attention_over_what_it_cached(dispatch):
-    serving = load(ROOT / "examples" / "serving.py")
-    engine = serving.Engine(dispatch, "cpu")
-    for tokens in (18, 3):
-        engine.add_prompt(tokens)
-    for _ in range(2):
-        queries, _, _ = engine._qkv(torch.stack([s.hidden for s in engine.sequences]))
-        out = engine.step()
-    assert [sequence.length for sequence in engine.sequences] == [20, 5]
-    pages = [page for sequence in engine.sequences for page in sequence.pages]
-    assert len(set(pages)) == len(pages) == 3
-    problem = Problem(
-        "decode", "bf16", 2, 8, 2, 64, 1, 20, page_size=serving.PAGE_SIZE, lengths="ragged"
-    )
-    lengths = torch.tensor([20, 5], dtype=torch.int32)
-    held = (queries[:, None], engine.k_cache, engine.v_cache, lengths, engine.block_table())
-    assert Budget(Inputs(problem, *held)).judge(out[:, None], None).correct
 
 
 DOCUMENTS = ("README.md", "docs/shipping.md")
