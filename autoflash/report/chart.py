@@ -14,19 +14,25 @@ FEW_DECADES = 3  # of a logarithmic axis, which then has ticks between the power
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows, from `low` to `high`; on a logarithmic one both are positive."""
+    """What an axis shows, from `low` to `high`; on a logarithmic one both are positive.
+
+    A `room` beyond is left without ticks, for a legend: its share of the axis.
+    """
 
     label: str
     low: float
     high: float
     logarithmic: bool = False
+    room: float = 0.0
 
     def place(self, value: float) -> float:
         """Where a value lies between the axis' ends, 0 to 1; what is beyond lies at the end."""
         value = min(max(value, self.low), self.high)
         if self.logarithmic:
-            return math.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return share * (1 - self.room)
 
     def ticks(self) -> list[float]:
         """Round values from end to end, about five."""
@@ -73,6 +79,14 @@ class Chart:
         x, y = self._at(point)
         self._marks.append(_text(x, y - 6, text, anchor))
 
+    def legend(self, names: Sequence[str], styles: Sequence[str]) -> None:
+        """The names in the room right of the plot, each behind a dot of its style."""
+        left = LEFT + (1 - self.x.room) * (WIDTH - LEFT - RIGHT) + 16
+        for place, (name, style) in enumerate(zip(names, styles, strict=True)):
+            y = TOP + 12 + 22 * place
+            self._marks.append(f'<circle class="{style}" cx="{left:.1f}" cy="{y}" r="4.5"/>')
+            self._marks.append(_text(left + 10, y + 4, name, "start"))
+
     def svg(self, style: str = "") -> str:
         """The chart as one element, named by its title for those who do not see it.
 
@@ -90,7 +104,7 @@ class Chart:
         return x, HEIGHT - BOTTOM - self.y.place(point[1]) * (HEIGHT - TOP - BOTTOM)
 
     def _grid(self) -> Iterable[str]:
-        right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+        right, bottom = self._at((self.x.high, self.y.low))
         for value in self.x.ticks():
             x, _ = self._at((value, self.y.low))
             yield _line(x, TOP, x, bottom, "grid")

@@ -88,7 +88,7 @@ def ratios(several: Sequence[Versus]) -> str:
         if name != OURS
     ]
     values = [1.0, *(ratio for (_, ratio), _, _ in dots)]
-    x = Axis("problem of the workload", 0.0, len(several) + 1.0)
+    x = Axis("problem of the workload", 0.0, len(several) + 1.0, room=0.3)
     y = Axis("time over autoflash's", min(values) / 1.2, max(values) * 1.2, logarithmic=True)
     chart = Chart("Times of peers over autoflash's", x, y)
     chart.line([(x.low, 1.0), (x.high, 1.0)], "even")
@@ -96,9 +96,6 @@ def ratios(several: Sequence[Versus]) -> str:
     for point, name, told in dots:
         place = names.index(name)
         chart.dot(point, f"peer{place}", f"{name}, {told}: {point[1]:.2f}")
-    for place, name in enumerate(names):
-        low = y.low * (y.high / y.low) ** (0.94 - 0.06 * place)
-        chart.dot((x.high * 0.68, low), f"peer{place}", name)
-        chart.text((x.high * 0.7, low / (y.high / y.low) ** 0.035), name)
+    chart.legend(names, [f"peer{place}" for place in range(len(names))])
     colours = (f".peer{i}{{fill:{PALETTE[i % len(PALETTE)]}}}" for i in range(len(names)))
     return chart.svg(STYLE + " ".join(colours))

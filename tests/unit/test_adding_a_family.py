@@ -27,6 +27,28 @@ taken = compile_candidate(problem, family.default(problem, gpu), gpu)
 print(taken.spill_bytes, taken.smem_bytes <= gpu.smem_per_block, taken.launches_per_call)
 """
 
+EXPORTED = """
+import sys
+from making import prefill_of, winner_of, H200
+from autoflash.accuracy import Budget
+from autoflash.export import export
+from autoflash.families import FAMILIES
+from autoflash.inputs import make_inputs
+from autoflash.runtime import selection
+for table in ("REFUSALS", "UNSUPPORTED", "DEFAULTS"):
+    assert set(getattr(selection, f"SELECTION_{table}")) >= set(FAMILIES), table
+problem = prefill_of(seqlen_q=40, seqlen_k=40)
+config = FAMILIES["simple"].default(problem, H200)
+open("dispatch.py", "w").write(export([winner_of(problem, config)]).text)
+sys.path.insert(0, ".")
+import dispatch
+inputs = make_inputs(problem)
+call = {"causal": True, "return_lse": True}
+result = dispatch.prefill(inputs.q, inputs.k, inputs.v, **call)
+served = dispatch.explain(dispatch.prefill, inputs.q, inputs.k, inputs.v, **call)
+print(Budget(inputs).judge(*result).correct, served["family"])
+"""
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
@@ -89,6 +111,11 @@ def test_its_text_is_rendered_and_its_candidates_are_listed(project):
 def test_it_is_right_in_the_interpreter(project):
     test = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpret/test_simple.py")
     assert "2 passed" in run(project, *test, "-o", "addopts=", TRITON_INTERPRET="1")
+
+
+def test_the_exported_module_serves_with_it(project):
+    paths = {"PYTHONPATH": f"{project}:{project / 'tests' / 'unit'}", "TRITON_INTERPRET": "1"}
+    assert run(project, "-c", EXPORTED, **paths).split() == ["True", "simple"]
 
 
 def test_it_compiles_within_its_bound(project):

@@ -192,6 +192,7 @@ def test_an_axis_places_values_and_ticks_at_round_ones():
     assert linear.ticks() == [0, 10, 20, 30, 40, 50]
     logarithmic = Axis("", 0.5, 2000.0, logarithmic=True)
     assert logarithmic.ticks() == [1, 10, 100, 1000]
+    assert Axis("", 0.0, 50.0, room=0.2).place(50.0) == 0.8
     assert Axis("", 0.8, 3.0, logarithmic=True).ticks() == [1, 2]
     assert logarithmic.place(0.5) == 0 and logarithmic.place((0.5 * 2000) ** 0.5) == pytest.approx(
         0.5
