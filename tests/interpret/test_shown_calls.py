@@ -50,6 +50,12 @@ def test_calls_that_the_documents_show_run(dispatch, name):
         "k_cache": torch.randn(4, 16, 2, 64, **bf16),
         "v_cache": torch.randn(4, 16, 2, 64, **bf16),
         "slot_mapping": torch.tensor([0, 17, -1]),
+        "packed_q": torch.randn(12, 4, 64, **bf16),
+        "packed_k": torch.randn(12, 2, 64, **bf16),
+        "packed_v": torch.randn(12, 2, 64, **bf16),
+        "cu_seqlens": torch.tensor([0, 9, 12], dtype=torch.int32),
+        **{f"out_{part}": torch.randn(2, 8, 4, 64, **bf16) for part in "ab"},
+        **{f"lse_{part}": torch.randn(2, 4, 8) for part in "ab"},
         "cache_seqlens": torch.tensor([20, 9], dtype=torch.int32),
         "block_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
     }
