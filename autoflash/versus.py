@@ -13,7 +13,7 @@ from autoflash.check import picked, sample_rows
 from autoflash.decision import paired_interval, quantiles
 from autoflash.gauges import Gauged
 from autoflash.gpu import Gpu
-from autoflash.inputs import Inputs, make_inputs
+from autoflash.inputs import Inputs, Lengths, make_inputs, packed_lengths, sequence_lengths
 from autoflash.peers.contender import Contender, Maker, Unavailable, told
 from autoflash.problem import Problem
 from autoflash.roofline import cache_bytes, floor, visible_pairs
@@ -163,12 +163,12 @@ def _inputs(problem: Problem, gpu: Gpu, device: str) -> list[Inputs]:
     """Sets of inputs to rotate through, together beyond twice the cache; one set of lengths."""
     moved = floor(problem, gpu).bytes_moved
     sets = 1 if moved > ONE_SET_BYTES else buffer_sets(moved, gpu.l2_bytes)
-    inputs = [make_inputs(problem, seed, device, poison=False) for seed in range(sets)]
-    first = inputs[0].cache_seqlens
-    for one in inputs[1:]:  # every call of a graph does the same work
-        if one.cache_seqlens is not None and first is not None:
-            one.cache_seqlens.copy_(first)
-    return inputs
+    lengths: Lengths | None = None  # every call of a graph does the same work
+    if problem.varlen:
+        lengths = list(zip(*packed_lengths(problem), strict=True))
+    elif problem.op == "decode":
+        lengths = sequence_lengths(problem)
+    return [make_inputs(problem, seed, device, lengths, poison=False) for seed in range(sets)]
 
 
 def _refuse_what_adapters_lack(problem: Problem) -> None:

@@ -11,11 +11,11 @@ from autoflash.problem import Problem
 
 
 def prefill(module: ModuleType, inputs: list[Inputs]) -> Contender:
-    """The module's prefill(), with what of windows and modifiers the problem has."""
+    """The module's prefill(), with what the problem has of windows, modifiers and packing."""
     p = inputs[0].problem
     ours = functools.partial(module.prefill, causal=p.causal, layout=p.layout)
     return Contender(
-        [functools.partial(ours, one.q, one.k, one.v, **_modifiers(one)) for one in inputs]
+        [functools.partial(ours, one.q, one.k, one.v, **_beside_the_plain(one)) for one in inputs]
     )
 
 
@@ -46,11 +46,14 @@ def hints_of(problem: Problem) -> dict[str, Any]:
     return told | ({"pages": problem.pages} if problem.paged else {})
 
 
-def _modifiers(one: Inputs) -> dict[str, Any]:
+def _beside_the_plain(one: Inputs) -> dict[str, Any]:
     """The arguments of what the problem has beside the plain ones."""
     p = one.problem
     given: dict[str, Any] = {}
     if p.windowed:
         given["window"] = (p.window_left, p.window_right)
+    if p.varlen:
+        given |= {"cu_seqlens_q": one.cu_seqlens_q, "cu_seqlens_k": one.cu_seqlens_k}
+        given |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
     names = {"softcap": p.softcap, "alibi_slopes": p.alibi, "bias": p.bias, "sinks": p.sinks}
     return given | {name: getattr(one, name) for name, on in names.items() if on}

@@ -130,11 +130,17 @@ def test_every_set_of_inputs_has_the_same_lengths():
     seen = []
 
     def spy(inputs):
-        seen.extend(one.cache_seqlens.tolist() for one in inputs)
+        for one in inputs:
+            ends = one.cu_seqlens_k if one.problem.varlen else one.cache_seqlens
+            seen.append(ends.tolist())
         return right(inputs)
 
-    compared(decode_of(batch=8, seqlen_k=64, lengths="ragged"), makers={"autoflash": spy})
-    assert len(seen) == 2 and seen[0] == seen[1]
+    packed = prefill_of(batch=8, seqlen_q=64, seqlen_k=64, layout="thd", lengths="ragged")
+    for problem in (decode_of(batch=8, seqlen_k=64, lengths="ragged"), packed):
+        one = compared(problem, makers={"autoflash": spy})
+        first, second = seen
+        assert first == second and "autoflash" in one.figures
+        seen.clear()
 
 
 def module_of(function):
@@ -152,14 +158,17 @@ def test_ours_is_called_with_what_the_problem_has():
         return tensors[0]
 
     full = prefill_of(seqlen_q=16, seqlen_k=32, causal=False, window_left=7, sinks=True)
-    for problem in (CHUNK, full, SMALL):
+    packed = prefill_of(batch=3, seqlen_q=16, seqlen_k=16, layout="thd", lengths="ragged")
+    for problem in (CHUNK, full, SMALL, packed):
         inputs = [make_inputs(problem)]
         made = makers_of(module_of(call), problem, [])["autoflash"](inputs)
         assert made.out().shape == inputs[0].q.shape
-    plain, windowed, decode = calls
+    plain, windowed, decode, varlen = calls
     assert plain == {"causal": True, "layout": "bshd"}
     assert windowed["window"] == (7, -1) and windowed["sinks"].shape == (8,)
     assert set(windowed) == {"causal", "layout", "window", "sinks"}
+    assert varlen["cu_seqlens_q"].shape == varlen["cu_seqlens_k"].shape == (4,)
+    assert (varlen["max_seqlen_q"], varlen["max_seqlen_k"], varlen["layout"]) == (16, 16, "thd")
     assert (decode["max_seqlen_k"], decode["lengths"], decode["pages"]) == (64, "equal", "permuted")
 
 
@@ -192,9 +201,7 @@ def bench(monkeypatch, tmp_path):
         "prefill: [{seqlen_q: 32, weight: 2}]\ndecode: [{seqlen_k: 64}]\n"
     )
     monkeypatch.setattr("autoflash.gpu.detect", lambda: H200)
-    monkeypatch.setattr(
-        "autoflash.versus.make_inputs", lambda p, seed, device, poison: make_inputs(p)
-    )
+    monkeypatch.setattr("autoflash.versus.make_inputs", lambda p, *_, **__: make_inputs(p))
     monkeypatch.setattr("autoflash.peers.ours.prefill", lambda module, inputs: right(inputs))
     monkeypatch.setattr("autoflash.peers.ours.decode", lambda module, hints, inputs: right(inputs))
     for op in ("prefill", "decode"):
