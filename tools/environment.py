@@ -63,6 +63,10 @@ def main() -> None:
             )
     if _has_nvidia_gpu() and not _pip(*_optional("gpu")):
         say("without nvidia-ml-py: trials will record no clocks, temperature or power")
+    if "dev" in extras:
+        for extra in ("parquet", "datasette"):
+            if not _pip(*_optional(extra)):
+                say(f"without the extra {extra}: the tests that need it are skipped")
     _link_checkout()
     stamp.touch()
 
