@@ -5,10 +5,10 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from harness import Call, interleaved
 
 from autoflash.inputs import Inputs
 from autoflash.roofline import cache_bytes
+from autoflash.turns import Call, interleaved
 
 RACE_US = 50_000.0  # of GPU time for each shape
 # (programs for each SM, numbers of 32 bits a step, warps): what reads fastest is the floor

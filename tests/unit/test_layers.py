@@ -133,3 +133,9 @@ def test_the_exported_code_shares_its_future_and_does_nothing_when_imported(path
     for node in statements:
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         assert is_text or isinstance(node, calm), f"line {node.lineno} runs when imported"
+
+
+def test_no_two_test_files_share_a_name():
+    """pytest imports them by their names: `python -m pytest` collects all folders at once."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)) > 50
