@@ -373,6 +373,7 @@ def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> d
     Gives the problem, family, knobs, `how` (exact, bucket, nearest, default), the distance to the
     tuned sizes in doublings, and the regret measured for the tuned problem.
     """
+    last_tally[0] = None
     function(*arguments, **keywords)
     tally = last_tally[0]
     if tally is None:

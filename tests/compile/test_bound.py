@@ -137,6 +137,18 @@ def unaligned(tensor):
     return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
 
 
+def test_bound_calls_are_counted_and_explained(bound):
+    tensors = prefill(bound)
+    before = sum(bound.coverage().values())
+    told = bound.explain(bound.prefill, **tensors, causal=True)
+    assert (told["how"], told["problem"].seqlen_k) == ("default", 64)
+    assert sum(bound.coverage().values()) == before + 1
+    slots = torch.arange(64)
+    caches = [normal(4, 16, 1, 64) for _ in "kv"]
+    with pytest.raises(ValueError, match="neither prefill nor decode"):
+        bound.explain(bound.append_kv, tensors["k"][0], tensors["v"][0], *caches, slots)
+
+
 def test_a_bound_launch_goes_to_the_current_stream(bound, driver):
     for driver.stream in (5, 6):
         prefill(bound)
