@@ -101,10 +101,11 @@ class BoundRecipe(NamedTuple):
         stream, call = self.current_stream(index), cuda_launcher()
         with self.lock:
             for launch, places, maps in self.steps:
+                words, addresses = launch.words, launch.places
                 for place, which in places:
-                    launch.words[place] = pointers[which]
+                    words[place] = pointers[which]
                 for place, which, known in maps:
-                    launch.places[place] = known[pointers[which]]
+                    addresses[place] = known[pointers[which]]
                 launch.config.stream = stream
                 error = call(launch.config_at, launch.function, launch.places_at, None)
                 if error == INVALID_CONTEXT and launch is self.steps[0].launch:

@@ -38,6 +38,8 @@ class CudaLaunchConfig(ctypes.Structure):
 class CudaLaunch:
     """One launch. `words` hold its parameters and `places` their addresses, to be filled in."""
 
+    __slots__ = ("config", "config_at", "function", "places", "places_at", "words")
+
     def __init__(
         self,
         function: int,

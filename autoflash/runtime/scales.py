@@ -17,7 +17,7 @@ Scale = float | torch.Tensor
 
 def scale_number(scale: Scale | None) -> float | None:
     """The scale if it is a number."""
-    return None if isinstance(scale, torch.Tensor) else scale
+    return None if scale is None or isinstance(scale, torch.Tensor) else scale
 
 
 def scales_granularity(

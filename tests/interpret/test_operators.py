@@ -79,6 +79,19 @@ def test_prefill_is_one_operator_of_one_graph(module):
             assert torch.equal(ours, eager)
 
 
+def test_every_tensor_and_number_that_modifies_reaches_the_operator(module):
+    q, k, v = prefill_call()
+    slopes, sinks, bias = torch.rand(4), torch.rand(4), torch.rand(20, 40).bfloat16()
+    heads_first = [each.transpose(1, 2) for each in (q, k, v)]
+    for tensors, more in (
+        ((q, k, v), {"alibi_slopes": slopes, "sinks": sinks, "softmax_scale": 0.5, "softcap": 3.0}),
+        ((q, k, v), {"bias": bias, "window": (7, 3)}),
+        (heads_first, {"causal": True, "layout": "bhsd"}),
+    ):
+        compiled, _ = graphs_of(lambda *given, more=more: module.prefill(*given, **more), *tensors)
+        assert torch.equal(compiled, module.prefill(*tensors, **more)), more
+
+
 def test_a_step_that_appends_and_decodes_is_one_graph(module):
     def step(q, k_cache, v_cache, lengths, table, k, v, slots, out):
         module.append_kv(k, v, k_cache, v_cache, slots)
