@@ -90,6 +90,17 @@ def test_every_tensor_and_number_that_modifies_reaches_the_operator(module):
     ):
         compiled, _ = graphs_of(lambda *given, more=more: module.prefill(*given, **more), *tensors)
         assert torch.equal(compiled, module.prefill(*tensors, **more)), more
+    q, k, v, lengths, table = decode_call()
+    k8, v8 = ((cache * 8).nan_to_num().to(torch.int8) for cache in (k, v))
+    by_head = torch.tensor([0.5, 2.0])
+    for scales in ((by_head, 0.25), (0.25, by_head), (by_head, by_head + 1)):
+
+        def decode(q, k, v, scales=scales):
+            k_scale, v_scale = scales
+            given = {"block_table": table, "k_scale": k_scale, "v_scale": v_scale}
+            return module.decode(q, k, v, lengths, softmax_scale=0.1, max_seqlen_k=40, **given)
+
+        assert torch.equal(graphs_of(decode, q, k8, v8)[0], decode(q, k8, v8))
 
 
 def test_a_step_that_appends_and_decodes_is_one_graph(module):

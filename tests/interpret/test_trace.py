@@ -17,6 +17,11 @@ for keys in (40, 40, 30):
     module.prefill(q, k[:, :keys], v[:, :keys], causal=True)
 module.decode(q[:, :1], k, v, torch.tensor([9]))
 assert sum(module.coverage().values()) == 4
+outputs_of, module.outputs_of = module.outputs_of, None  # a call that is chosen for and not made
+try:
+    module.prefill(q, k[:, :20], v[:, :20])
+except TypeError:
+    module.outputs_of = outputs_of
 module.write_trace("by_hand.jsonl")
 """
 

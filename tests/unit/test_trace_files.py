@@ -45,6 +45,9 @@ def test_what_takes_the_most_time_is_tuned_first_and_what_is_tuned_already_last(
     workload = traced_workload(path, load_trace(path))
     assert workload.problems == ((LONG, 20.0), (SHORT, 930.0), (STEP, 50.0))
     assert workload.name == "calls"
+    path.write_text(line(LONG, 900, "exact") + line(SHORT, 1, "nearest"))
+    workload = traced_workload(path, load_trace(path))
+    assert [problem for problem, _ in workload.problems] == [SHORT, LONG]
 
 
 def test_a_gpu_is_tuned_for_its_own_calls_where_it_has_some(path):
