@@ -185,7 +185,7 @@ def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
         ]
     )
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    text += f'register_operators("autoflash_{digest}", prefill, decode, append_kv)\n'
+    text += f'register_operators("autoflash_{digest}", prefill, decode, append_kv, merge)\n'
     if not text.isascii():
         raise ExportError("the module would not be ASCII: a GPU's name or a template is not")
     return text

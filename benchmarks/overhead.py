@@ -62,7 +62,8 @@ def prefill_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
 
     def operator(one: Inputs) -> Call:
         operators = getattr(torch.ops, module.operator_namespace())
-        values = (one.q, one.k, one.v, None, None, None, True, -1, -1, None, 0.0, "bshd")
+        numbers = (True, -1, -1, None, 0.0, "bshd")
+        values = (one.q, one.k, one.v, None, None, None, *numbers, None, None, None, None, False)
         return functools.partial(operators.prefill.default, *values)
 
     return {"out given": given_out, "direct": direct, "operator": operator}

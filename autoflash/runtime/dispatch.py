@@ -21,8 +21,7 @@ from .installed import device_for, installed, tally_for
 from .launch import interpreted
 from .merging import check_parts, merge_forms
 from .modifiers import Modifiers, modifiers_of, prefill_plan
-from .operators import append_kv_traced, decode_traced, prefill_traced
-from .problem import ProblemError
+from .operators import append_kv_traced, decode_traced, merge_traced, prefill_traced
 from .recipe import form_of
 from .scales import Scale, cache_form, scale_form, scale_number
 from .self_test import SelfTestCase, run_self_test
@@ -121,15 +120,15 @@ def prefill(
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if torch.compiler.is_compiling():
+        tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
+        read = (q, k, v, causal, window, *numbers, tensors, layout, packing, check)
+        return prefill_traced(*read, out, return_lse)
     if packed or max_seqlen_q is not None or max_seqlen_k is not None:
-        packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
         options = (causal, layout, softmax_scale, out, return_lse, check)
         return prefill_packed(q, k, v, modifiers, *options)
-    if torch.compiler.is_compiling():
-        modifying = (alibi_slopes, bias, sinks)
-        numbers = (softmax_scale, softcap)
-        return prefill_traced(q, k, v, causal, window, *numbers, modifying, layout, out, return_lse)
     given = (q, k, v, out, alibi_slopes, bias, sinks)
     key = (
         *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window),
@@ -344,7 +343,7 @@ def merge(
     part only. Raises ProblemError naming an argument that does not fit.
     """
     if torch.compiler.is_compiling():
-        raise ProblemError("merge: not supported under torch.compile yet")
+        return merge_traced(out_a, lse_a, out_b, lse_b, layout)
     check_parts(out_a, lse_a, out_b, lse_b, layout)
     device_for(out_a)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)

@@ -17,13 +17,16 @@ from .scales import Scale, scale_number
 
 PREFILL_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, bool causal,"
-    " SymInt window_left, SymInt window_right, float? softmax_scale, float softcap, str layout"
+    " SymInt window_left, SymInt window_right, float? softmax_scale, float softcap, str layout,"
+    " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k,"
+    " bool check"
 )
 DECODE_SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table,"
     " Tensor? k_scale, Tensor? v_scale, float? k_number, float? v_number, str kv_layout,"
     " SymInt? max_seqlen_k, str lengths, str pages, float? softmax_scale, bool check"
 )
+MERGE_SCHEMA = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str layout"
 APPEND_SCHEMA = (
     "Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
     " Tensor(c!)? k_scale, Tensor(d!)? v_scale, float? k_number, float? v_number, str kv_layout"
@@ -34,6 +37,7 @@ OPERATOR_SCHEMAS = {
     "decode": f"({DECODE_SCHEMA}) -> (Tensor out, Tensor lse)",
     "decode_out": f"({DECODE_SCHEMA}, Tensor(a!) out) -> Tensor lse",
     "append_kv": f"({APPEND_SCHEMA}) -> ()",
+    "merge": f"({MERGE_SCHEMA}) -> (Tensor out, Tensor lse)",
 }
 
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
@@ -45,6 +49,7 @@ def register_operators(
     prefill: Callable[..., Any],
     decode: Callable[..., Any],
     append_kv: Callable[..., Any],
+    merge: Callable[..., Any],
 ) -> None:
     """Define the operators that call these functions.
 
@@ -53,13 +58,14 @@ def register_operators(
     tried = (f"{namespace}_{number}" if number else namespace for number in count())
     own = next(name for name in tried if not hasattr(getattr(torch.ops, name), "prefill"))
     library = torch.library.Library(own, "FRAGMENT")
-    kernels = _kernels(prefill, decode, append_kv)
+    kernels = _kernels(prefill, decode, append_kv, merge)
     shapes = {
         "prefill": _prefill_results,
         "prefill_out": lambda *given: _prefill_results(*given[:-1])[1],
         "decode": _decode_results,
         "decode_out": lambda *given: _decode_results(*given[:-1])[1],
         "append_kv": lambda *given: None,
+        "merge": lambda out, lse, *given: (torch.empty_like(out), torch.empty_like(lse)),
     }
     for name, schema in OPERATOR_SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -85,12 +91,18 @@ def prefill_traced(
     softcap: float,
     tensors: tuple[torch.Tensor | None, ...],
     layout: str,
+    packing: tuple[torch.Tensor | int | None, ...],
+    check: bool,
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """prefill() of a graph that torch.compile makes; `tensors` are slopes, bias and sinks."""
+    """prefill() of a graph that torch.compile makes.
+
+    `tensors` are slopes, bias and sinks, `packing` both cu_seqlens and both maxima.
+    """
     _refuse_traced_gradients("prefill", q, k, v, *tensors)
-    values = (q, k, v, *tensors, causal, *window, softmax_scale, softcap, layout)
+    numbers = (causal, *window, softmax_scale, softcap, layout)
+    values = (q, k, v, *tensors, *numbers, *packing, check)
     return _called("prefill", values, out, return_lse)
 
 
@@ -122,6 +134,11 @@ def append_kv_traced(
     _operators["append_kv"](*tensors, *_tensors_and_numbers(*scales), kv_layout)
 
 
+def merge_traced(*values: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """merge() of a graph that torch.compile makes."""
+    return _operators["merge"](*values)
+
+
 def _called(
     name: str, values: tuple[Any, ...], out: torch.Tensor | None, return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -146,13 +163,20 @@ def _tensors_and_numbers(*scales: Scale | None) -> tuple[Any, ...]:
 
 
 def _kernels(
-    prefill: Callable[..., Any], decode: Callable[..., Any], append_kv: Callable[..., Any]
+    prefill: Callable[..., Any],
+    decode: Callable[..., Any],
+    append_kv: Callable[..., Any],
+    merge: Callable[..., Any],
 ) -> dict[str, Callable[..., Any]]:
     """What the operators run: the functions with the operators' arguments."""
 
     def run_prefill(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-        names = ("alibi_slopes", "bias", "sinks", "causal", "left", "right")
-        given = dict(zip((*names, "softmax_scale", "softcap", "layout", "out"), rest))
+        names = (
+            *("alibi_slopes", "bias", "sinks", "causal", "left", "right"),
+            *("softmax_scale", "softcap", "layout"),
+            *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "check", "out"),
+        )
+        given = dict(zip(names, rest))
         window = (given.pop("left"), given.pop("right"))
         return prefill(q, k, v, window=window, return_lse=True, **given)
 
@@ -186,14 +210,19 @@ def _kernels(
         "decode": run_decode,
         "decode_out": lambda *given: run_decode(*given)[1],
         "append_kv": run_append,
+        "merge": lambda *given: merge(*given[:4], layout=given[4]),
     }
 
 
 def _prefill_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
     """What prefill gives for tensors of these shapes, without values."""
-    tokens, heads = (1, 2) if rest[8] == "bshd" else (2, 1)
-    lse = q.new_empty((q.shape[0], q.shape[heads], q.shape[tokens]), dtype=torch.float32)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+    if q.dim() == 3:  # packed sequences
+        shape = (q.shape[1], q.shape[0])
+    else:
+        tokens, heads = (1, 2) if rest[8] == "bshd" else (2, 1)
+        shape = (q.shape[0], q.shape[heads], q.shape[tokens])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(shape, dtype=torch.float32)
 
 
 def _decode_results(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: Any) -> Any:

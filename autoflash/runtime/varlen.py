@@ -14,7 +14,7 @@ from .arguments import check_output, prefill_problem, scale_or_default
 from .installed import tally_for
 from .modifiers import Modifiers, modifiers_of, prefill_plan
 from .packed import check_packed
-from .problem import Problem, ProblemError
+from .problem import Problem
 from .served import launch_plan, workspaces_on
 from .tally import count_call
 
@@ -32,8 +32,6 @@ def prefill_packed(
     check: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """prefill() of sequences that `modifiers` say where to find. Raises ProblemError as it does."""
-    if torch.compiler.is_compiling():
-        raise ProblemError("prefill: packed sequences are not supported under torch.compile yet")
     problem = prefill_problem(q, k, v, causal, layout, modifiers)
     if out is not None:
         check_output("prefill", out, q, problem.head_dim_v)

@@ -103,6 +103,23 @@ def test_every_tensor_and_number_that_modifies_reaches_the_operator(module):
         assert torch.equal(graphs_of(decode, q, k8, v8)[0], decode(q, k8, v8))
 
 
+def test_packed_sequences_and_merged_parts_are_one_graph(module):
+    q, k, v = (each[0] for each in prefill_call())
+    starts_q, starts_k = torch.tensor([0, 7, 20]), torch.tensor([0, 30, 40])
+
+    def layer(q, k, v, starts_q, starts_k):
+        packing = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": 13}
+        call = {**packing, "max_seqlen_k": 30, "layout": "thd", "return_lse": True}
+        parts = (*module.prefill(q, k, v, **call), *module.prefill(q, k * 2, v, **call))
+        return module.merge(*parts, layout="thd")
+
+    call = (q, k, v, starts_q, starts_k)
+    compiled, (names,) = graphs_of(layer, *call)
+    assert [name.split(".")[1] for name in names] == ["prefill", "prefill", "merge"]
+    for ours, eager in zip(compiled, layer(*call), strict=True):
+        assert torch.equal(ours, eager)
+
+
 def test_a_step_that_appends_and_decodes_is_one_graph(module):
     def step(q, k_cache, v_cache, lengths, table, k, v, slots, out):
         module.append_kv(k, v, k_cache, v_cache, slots)
@@ -159,11 +176,17 @@ def every_operator(module):
     q, k, v = prefill_call()
     slopes, sinks = torch.rand(4), torch.rand(4)
     bias = torch.rand(20, 40).bfloat16()
-    sloped = (q, k, v, slopes, None, sinks, True, 9, 0, 0.25, 3.0, "bshd")
-    biased = (q, k, v, None, bias, sinks, False, 9, 5, None, 0.0, "bshd")
+    whole = (None, None, None, None, False)
+    sloped = (q, k, v, slopes, None, sinks, True, 9, 0, 0.25, 3.0, "bshd", *whole)
+    biased = (q, k, v, None, bias, sinks, False, 9, 5, None, 0.0, "bshd", *whole)
     yield operators.prefill.default, sloped
     yield operators.prefill.default, biased
     yield operators.prefill_out.default, (*sloped, torch.empty_like(q))
+    starts_q, starts_k = torch.tensor([0, 7, 20]), torch.tensor([0, 30, 40])
+    packed = (q[0], k[0], v[0], None, None, None, True, -1, -1, None, 0.0, "thd")
+    yield operators.prefill.default, (*packed, starts_q, starts_k, 13, 30, True)
+    parts = (q[0], torch.rand(4, 20), q[0] * 2, torch.rand(4, 20), "thd")
+    yield operators.merge.default, parts
     q, k, v, lengths, table = decode_call()
     hints = (40, "ragged", "permuted")
     plain = (q, k, v, lengths, table, None, None, None, None, "nhd", *hints, 0.25, True)
@@ -183,7 +206,7 @@ def every_operator(module):
     )
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(11))
 def test_torchs_own_check_of_operators_passes(module, number):
     operator, arguments = list(every_operator(module))[number]
     assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
