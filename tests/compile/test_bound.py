@@ -153,6 +153,17 @@ def test_bound_calls_are_counted_and_explained(bound):
         bound.explain(bound.append_kv, tensors["k"][0], tensors["v"][0], *caches, slots)
 
 
+def test_checking_looks_at_the_device_before_a_bound_launch_too(driver, new_module):
+    module = new_module()
+    for _ in range(3):
+        decode(module, check=True)
+    decode(module)
+    driver.launched.clear()
+    with pytest.raises(ValueError, match="cache_seqlens holds -5"):
+        decode(module, check=True, cache_seqlens=LENGTHS - 75)
+    assert driver.launched == []
+
+
 def test_a_bound_launch_goes_to_the_current_stream(bound, driver):
     for driver.stream in (5, 6):
         prefill(bound)
