@@ -193,16 +193,21 @@ def call(module: ModuleType, inputs: Inputs, **changed: Any) -> Any:
     return module.prefill(inputs.q, inputs.k, inputs.v, **arguments)
 
 
-def test_the_exported_module_serves_packed_sequences_and_knows_their_form_again(
-    exported: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorter = [(rows, keys) for rows, keys in RAGGED]
-    shorter[3], shorter[4] = shorter[4], shorter[3]  # as many tokens, between other ends
-    for lengths in (RAGGED, shorter):
+def test_the_exported_module_serves_packed_sequences(exported: ModuleType) -> None:
+    for lengths in (RAGGED, RAGGED[:5]):
         inputs = packed(lengths, causal=True)
         verdict = Budget(inputs).judge(*call(exported, inputs))
         assert verdict.correct, verdict.reason
-        monkeypatch.setattr(exported, "learn_recipe", None)  # the second is not planned again
+
+
+def test_lengths_of_one_size_class_are_served_by_one_choice(exported: ModuleType) -> None:
+    before = sum(exported.coverage().values())
+    for longest in (65, 70, 128):
+        out, _ = call(exported, packed(), max_seqlen_q=longest)
+        assert torch.equal(out, call(exported, packed())[0])
+        told = exported.explain(call, exported, packed(), max_seqlen_q=longest)
+        assert told["problem"].seqlen_q == 128 and told["problem"].batch == 16
+    assert sum(exported.coverage().values()) == before + 9
 
 
 def test_where_there_are_no_queries_at_all_nothing_is_launched(exported: ModuleType) -> None:
