@@ -194,7 +194,7 @@ def _pages_anywhere(subject: Subject, make: Make) -> str:
     return ""
 
 
-def _many_programs(subject: Subject, make: Make) -> str:
+def _sampled_rows(subject: Subject, make: Make) -> str:
     inputs = make()
     rows = sample_rows(inputs.problem, 0)
     result = picked(inputs.problem, *subject.run(inputs), rows)
@@ -311,13 +311,14 @@ PROBES = {
     "page ids beyond 32 bits": Probe("addresses", _far_pages),
     "keys beyond 32 bits": Probe("addresses", _far_keys),
     "pages lie anywhere": Probe("addresses", _pages_anywhere),
-    "more programs than 65535": Probe("addresses", _many_programs),
+    "more programs than 65535": Probe("addresses", _sampled_rows),
     "wide rows": Probe("strides", _wide_rows),
     "each tensor in another order": Probe("strides", _each_in_another_order),
     "each tensor unaligned": Probe("strides", _each_unaligned),
     "keys shared by the batch": Probe("strides", _shared_by_the_batch),
     "lengths and table are views": Probe("strides", _index_views),
     "random values": Probe("numbers", _right),
+    "some rows at a tuned size": Probe("numbers", _sampled_rows),
     "two runs agree in every bit": Probe("numbers", _same_bits_twice),
     "the largest score comes last": Probe("numbers", _largest_last),
     "scores far from zero": Probe("numbers", _far_logits),

@@ -17,9 +17,11 @@ from autoflash.families import family_of
 from autoflash.gpu import Gpu
 from autoflash.inputs import Inputs
 from autoflash.kernel import load, plan_of
-from autoflash.problem import Variant
+from autoflash.problem import Problem, Variant
 from autoflash.render import render
 from autoflash.runtime.launch import run_plan
+from autoflash.runtime.match import MATCH_EXACT_FIELDS
+from autoflash.runtime.problem import PAGES
 
 
 class Subject(Protocol):
@@ -115,6 +117,39 @@ def exported_module(path: Path) -> ModuleType:
     if not all(hasattr(module, name) for name in ("prefill", "decode", "coverage")):
         raise AutoflashError(f"{path}: is not a module that `autoflash export` wrote")
     return module
+
+
+def tuned_problems(module: ModuleType, gpu_name: str) -> list[Problem]:
+    """A problem of the very sizes of each row that an exported module has for a GPU type.
+
+    A row tells KV heads of the whole batch: here they are those of sequences with eight, or one.
+    """
+    tables = [each for each in module.installed().tables.gpus if each.device.name == gpu_name]
+    rows = {(row.key, row.sizes): None for table in tables for row in table.rows}
+    return [_tuned_problem(key, sizes) for key, sizes in rows]
+
+
+def _tuned_problem(key: tuple[Any, ...], sizes: Any) -> Problem:
+    exact = len(MATCH_EXACT_FIELDS)
+    group_size, _, _, windowed = key[exact:]
+    kv_heads = 8 if sizes.kv_heads % 8 == 0 else 1
+    sides = (sizes.keys_before, sizes.keys_after)
+    left, right = (
+        side if windowed and side < sizes.seqlen_k else -1 for side in sides
+    )  # one that reaches all keys is unbounded
+    return Problem(
+        **dict(zip(MATCH_EXACT_FIELDS, key[:exact], strict=True)),
+        batch=sizes.kv_heads // kv_heads,
+        num_heads=kv_heads * group_size,
+        num_kv_heads=kv_heads,
+        seqlen_q=sizes.seqlen_q,
+        seqlen_k=sizes.seqlen_k,
+        page_size=sizes.page_size,
+        lengths="ragged" if sizes.ragged else "equal",
+        pages=PAGES[sizes.pages] if sizes.page_size else "",
+        window_left=left,
+        window_right=right,
+    )
 
 
 def _out(canaries: Canaries, inputs: Inputs) -> torch.Tensor:

@@ -30,9 +30,11 @@ from autoflash.matrix import (
 )
 from autoflash.problem import Problem
 from autoflash.records import Winner
+from autoflash.roofline import cache_bytes
 from autoflash.subjects import Candidate, Exported, Subject
 
 INTERPRET = {"TRITON_INTERPRET": "1"}  # one process cannot both interpret and compile
+TUNED_BYTES = 4 << 30  # of K and V: several processes share the memory
 CASE_DEADLINE_S = 300.0  # compiling what is new, on a host whose other cores compile too
 
 
@@ -71,9 +73,14 @@ class Examiner:
         return failures()
 
 
-def of_module(path: Path, small: bool) -> list[Unit]:
-    """All kinds of problems for an exported module, whose own choice the configs are."""
+def of_module(path: Path, small: bool, tuned: Sequence[Problem] = ()) -> list[Unit]:
+    """All kinds of problems for an exported module, whose own choice the configs are.
+
+    `tuned` are those at whose own sizes it is asked too, where memory allows.
+    """
     tiles, units = FEW_TILES if small else ALL_TILES, []
+    light = [problem for problem in tuned if cache_bytes(problem) <= TUNED_BYTES]
+    units += [Unit(path, (Case("some rows at a tuned size", each),)) for each in light]
     for op in ("prefill", "decode"):
         for number, kind in enumerate(kinds_of(op, small)):
             cases = cases_of(kind, tiles, small, brief=small and number > 0)

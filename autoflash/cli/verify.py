@@ -119,11 +119,12 @@ def _units(
     from autoflash import verify
     from autoflash.families import family_of
     from autoflash.gpu import cuda_available
-    from autoflash.subjects import exported_module
+    from autoflash.subjects import exported_module, tuned_problems
 
     if module:
-        exported_module(module)  # a file that is none is told of at once
-        return verify.of_module(module.resolve(), small)
+        loaded = exported_module(module)  # a file that is none is told of at once
+        tuned = [] if small else tuned_problems(loaded, gpu.name)
+        return verify.of_module(module.resolve(), small, tuned)
     if family:
         return verify.of_family(family_of(family), gpu, small, random, seed)
     from autoflash.cli.export import databases_of, winners_over

@@ -9,11 +9,16 @@ import pytest
 from making import decode_of, prefill_of, winner_of
 
 from autoflash.config import Config
+from autoflash.export import export
 from autoflash.families import FAMILIES, serving, why_refused
 from autoflash.findings import Finding, broken, by_clause, junit
 from autoflash.gpu import known
 from autoflash.matrix import Case, cases_of, far_cases_of, kinds_of
 from autoflash.probes import CLAUSES, PROBES
+from autoflash.roofline import cache_bytes
+from autoflash.runtime.match import match_key, match_sizes
+from autoflash.store import shipped_winners
+from autoflash.subjects import exported_module, tuned_problems
 from autoflash.verify import of_family, of_module, of_winners
 
 H200 = known("NVIDIA_H200")
@@ -35,7 +40,7 @@ def test_every_clause_is_asked_about_in_both_ops(small):
 def test_the_whole_matrix_has_thousands_of_cases_and_the_small_one_few():
     whole, small = (cases(of_module(Path("m.py"), small)) for small in (False, True))
     assert len(whole) > 3000 and len(small) < 200
-    assert {case.probe for case in whole} == set(PROBES)
+    assert {case.probe for case in whole} == set(PROBES) - {"some rows at a tuned size"}
 
 
 @pytest.mark.parametrize("small", [True, False])
@@ -78,6 +83,20 @@ def test_winners_that_won_alike_are_asked_once():
     (unit,) = of_winners(longer, H200, small=False)
     assert unit.told == longer[0].decision.winner and unit.cases
     assert len(of_winners([*longer, winner_of(decode_of())], H200, small=False)) == 2
+
+
+def test_a_module_is_asked_at_the_sizes_that_its_rows_were_tuned_for(tmp_path):
+    module_path = tmp_path / "attention_dispatch.py"
+    winners = [winner for winner in shipped_winners() if winner.gpu.name == H200.name]
+    module_path.write_text(export(winners).text)
+    module = exported_module(module_path)
+    tuned = tuned_problems(module, H200.name)
+    (table,) = module.installed().tables.gpus
+    rows = [(row.key, tuple(row.sizes)) for row in table.rows]
+    assert {(match_key(p), tuple(match_sizes(p))) for p in tuned} == set(rows)
+    assert tuned_problems(module, "another GPU") == []
+    asked = [c for c in cases(of_module(module_path, False, tuned)) if c.problem in tuned]
+    assert 0 < len(asked) < len(tuned) and max(map(cache_bytes, tuned)) > 4 << 30
 
 
 def findings():
