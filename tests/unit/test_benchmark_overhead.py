@@ -1,0 +1,84 @@
+"""The overhead benchmark without a GPU: what is called, how often, and who is left out."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autoflash.inputs import make_inputs
+from autoflash.runtime.operators import DECODE_SCHEMA, PREFILL_SCHEMA
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def overhead(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    return importlib.import_module("overhead")
+
+
+def small(problem):
+    sizes = {"seqlen_q": min(problem.seqlen_q, 8), "seqlen_k": 32, "num_heads": 4}
+    return make_inputs(replace(problem, num_kv_heads=1, head_dim=16, head_dim_v=16, **sizes))
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode"])
+def test_each_way_calls_the_modules_function_with_out_or_without(overhead, op):
+    asked = []
+    module = SimpleNamespace(**{op: lambda *tensors, **more: asked.append((tensors, more))})
+    inputs = small(overhead.PREFILL if op == "prefill" else overhead.DECODE)
+    ways = {"prefill": overhead.prefill_calls, "decode": overhead.decode_calls}[op](module)
+    for way in ("out given", "direct"):
+        ways[way](inputs)()
+        tensors, more = asked[-1]
+        assert (more.get("out") is not None) == (way == "out given")
+        if more.get("out") is not None:
+            assert more["out"].shape == tensors[0].shape
+    assert len(asked) == 2
+
+
+def test_the_operators_are_given_an_argument_for_each_of_their_schema(overhead, monkeypatch):
+    asked = {}
+
+    def operator(name):
+        return SimpleNamespace(default=lambda *given: asked.update({name: given}))
+
+    operators = SimpleNamespace(prefill=operator("prefill"), decode=operator("decode"))
+    monkeypatch.setattr(torch.ops, "overhead_test", operators, raising=False)
+    module = SimpleNamespace(operator_namespace=lambda: "overhead_test")
+    overhead.prefill_calls(module)["operator"](small(overhead.PREFILL))()
+    overhead.decode_calls(module)["operator"](small(overhead.DECODE))()
+    assert len(asked["prefill"]) == len(PREFILL_SCHEMA.split(","))
+    assert len(asked["decode"]) == len(DECODE_SCHEMA.split(","))
+
+
+def test_every_contender_is_called_as_often_in_turn(overhead, monkeypatch):
+    monkeypatch.setattr(overhead, "ROUNDS", 4)
+    called = []
+    calls = {name: lambda name=name: called.append(name) for name in ("autoflash", "peer")}
+    times = overhead.host_times(calls)
+    rounds = overhead.ROUNDS + overhead.UNTIMED
+    assert [called.count(name) for name in calls] == [rounds * overhead.CALLS] * 2
+    assert set(times) == set(calls) and min(times.values()) > 0
+    turns = called[:: overhead.CALLS]
+    assert turns.count("autoflash") == rounds and turns[-2:] != turns[-4:-2]
+
+
+def test_a_peer_that_raises_is_left_out_with_the_reason(overhead):
+    def missing(inputs):
+        raise ModuleNotFoundError("No module named 'flashinfer'")
+
+    calls, left_out = overhead.admitted({"flashinfer": missing, "here": lambda one: dict}, None)
+    assert set(calls) == {"here"}
+    assert left_out == {"flashinfer": "ModuleNotFoundError: No module named 'flashinfer'"}
+
+
+def test_sdpa_gets_heads_first(overhead):
+    inputs = small(overhead.PREFILL)
+    call = overhead.prefill_makers()["sdpa"](inputs)
+    out = call()
+    assert out.shape == inputs.q.transpose(1, 2).shape and torch.isfinite(out).all()
