@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from autoflash.gradients import (
+    Gradients,
+    eager_gradient_rows,
+    eager_gradients,
+    reference_gradient_rows,
+    reference_gradients,
+)
 from autoflash.inputs import Inputs
 from autoflash.reference import Row, eager, eager_rows, reference, reference_rows
 
 ALLOWED_RATIO = 2.0  # of the error of the independent eager computation
 LSE_UNIT = 2.0**-20
+# Of a tensor's largest row: below the rounding unit of fp32 a row is as good as zero.
+LEAST_SIZE = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,54 @@ class Verdict:
     @property
     def correct(self) -> bool:
         return not self.reason
+
+
+class Yardstick:
+    """One tensor of a reference, and how far the eager computation is from it, row by row.
+
+    An error is divided by the row's `size`; a row of size 0 must be zero itself. One rounding unit
+    of the row's largest element is free, or of its size where that is more, as where terms cancel.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        exact: torch.Tensor,
+        eager: torch.Tensor,
+        size: torch.Tensor,
+        size_name: str,
+    ) -> None:
+        self.name, self._exact, self._size_name = name, exact, size_name
+        self._empty = size == 0
+        self._size = size.masked_fill(self._empty, 1.0)
+        rounding = torch.finfo(eager.dtype).eps / 2
+        largest = exact.abs().amax(dim=-1, keepdim=True)
+        self._unit = rounding * (largest / self._size).clamp_min(1.0)
+        error = (eager.double() - exact).abs() / self._size
+        self._max, self._mean = error.max().item(), error.pow(2).mean().sqrt().item()
+
+    def judge(self, result: torch.Tensor) -> Verdict:
+        result = result.double()
+        if not result.isfinite().all():
+            where = (~result.isfinite()).nonzero()[0].tolist()
+            return Verdict(f"{self.name} is not finite, first at {where}", 0.0, 0.0, 0.0)
+        if (result.masked_fill(~self._empty, 0.0) != 0).any():
+            return Verdict("a row with no visible key is not zero", 0.0, 0.0, 0.0)
+        error = (result - self._exact).abs() / self._size
+        beyond = (error - self._unit).clamp_min(0.0)
+        worst, mean = beyond.max().item(), beyond.pow(2).mean().sqrt().item()
+        reason = ""
+        if worst > ALLOWED_RATIO * self._max:
+            where = (beyond == worst).nonzero()[0].tolist()
+            reason = self._told(worst, f"at {where}", self._max)
+        elif mean > ALLOWED_RATIO * self._mean:
+            reason = self._told(mean, "on average", self._mean)
+        ratio = max(self._max, 1e-300), max(self._mean, 1e-300)
+        return Verdict(reason, worst / ratio[0], mean / ratio[1], 0.0)
+
+    def _told(self, off: float, where: str, allowed: float) -> str:
+        sizes = f"{off:.3g} {self._size_name} {where}"
+        return f"{self.name} is off by {sizes}, eager by {allowed:.3g}"
 
 
 class Budget:
@@ -45,13 +103,8 @@ class Budget:
         else:
             self.out, self.lse = reference_rows(inputs, rows, softmax_scale)
             eager_out, eager_lse = eager_rows(inputs, rows, softmax_scale)
-        unit = torch.finfo(eager_out.dtype).eps / 2
         rms = self.out.pow(2).mean(dim=-1, keepdim=True).sqrt()
-        self._empty = rms == 0
-        self._rms = rms.masked_fill(self._empty, 1.0)
-        self._unit = unit * self.out.abs().amax(dim=-1, keepdim=True) / self._rms
-        error = (eager_out.double() - self.out).abs() / self._rms
-        self._max, self._mean = error.max().item(), error.pow(2).mean().sqrt().item()
+        self._out = Yardstick("out", self.out, eager_out, rms, "row RMS")
         finite = self.lse.isfinite()
         self._finite = finite
         lse_error = (eager_lse.double() - self.lse).abs()
@@ -59,22 +112,8 @@ class Budget:
 
     def judge(self, out: torch.Tensor, lse: torch.Tensor | None) -> Verdict:
         """The verdict on a result; `lse` None is not judged."""
-        out = out.double()
-        if not out.isfinite().all():
-            where = (~out.isfinite()).nonzero()[0].tolist()
-            return Verdict(f"out is not finite, first at {where}", 0.0, 0.0, 0.0)
-        if (out.masked_fill(~self._empty, 0.0) != 0).any():
-            return Verdict("a row with no visible key is not zero", 0.0, 0.0, 0.0)
-        error = (out - self.out).abs() / self._rms
-        beyond = (error - self._unit).clamp_min(0.0)
-        worst, mean = beyond.max().item(), beyond.pow(2).mean().sqrt().item()
-        reason = ""
-        if worst > ALLOWED_RATIO * self._max:
-            where = (beyond == worst).nonzero()[0].tolist()
-            reason = f"out is off by {worst:.3g} row RMS at {where}, eager by {self._max:.3g}"
-        elif mean > ALLOWED_RATIO * self._mean:
-            reason = f"out is off by {mean:.3g} row RMS on average, eager by {self._mean:.3g}"
-        lse_error = 0.0
+        verdict = self._out.judge(out)
+        reason, lse_error = verdict.reason, 0.0
         if lse is not None:
             lse = lse.double()
             off = (lse - self.lse).abs()[self._finite]
@@ -84,5 +123,60 @@ class Budget:
                 reason = reason or "lse is -inf in other rows than the reference"
             elif lse.isnan().any() or (off > allowed[self._finite]).any():
                 reason = reason or f"lse is off by {lse_error:.3g}"
-        ratio = max(self._max, 1e-300), max(self._mean, 1e-300)
-        return Verdict(reason, worst / ratio[0], mean / ratio[1], lse_error)
+        return Verdict(reason, verdict.max_ratio, verdict.rms_ratio, lse_error)
+
+
+class GradientBudget:
+    """The same for a backward: judges Gradients, whole or with `rows` the rows of `key_rows`."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        softmax_scale: float | None = None,
+        rows: Sequence[Row] | None = None,
+    ) -> None:
+        if rows is None:
+            exact, sizes = reference_gradients(inputs, softmax_scale)
+            rounded = eager_gradients(inputs, softmax_scale)
+        else:
+            exact, sizes = reference_gradient_rows(inputs, rows, softmax_scale)
+            rounded = eager_gradient_rows(inputs, rows, softmax_scale)
+        named = zip(Gradients._fields, exact, rounded, sizes, strict=True)
+        self._yardsticks = [
+            Yardstick(name, one, eager_one, _felt(size), "row sizes")
+            for name, one, eager_one, size in named
+            if one.numel()
+        ]
+
+    def judge(self, gradients: Gradients, lse: torch.Tensor | None = None) -> Verdict:
+        """The verdict on all three gradients; the first that is wrong gives the reason."""
+        judged = [
+            yardstick.judge(getattr(gradients, yardstick.name)) for yardstick in self._yardsticks
+        ]
+        return Verdict(
+            reason=next((verdict.reason for verdict in judged if verdict.reason), ""),
+            max_ratio=max(verdict.max_ratio for verdict in judged),
+            rms_ratio=max(verdict.rms_ratio for verdict in judged),
+            lse_error=0.0,
+        )
+
+
+class Judge(Protocol):
+    """A Budget or a GradientBudget; `out` is what the op's plan writes."""
+
+    def judge(self, out: Any, lse: torch.Tensor | None, /) -> Verdict: ...
+
+
+def budget_of(inputs: Inputs, rows: Sequence[Row] | None = None) -> Judge:
+    """What judges the results of the inputs' op."""
+    kind = GradientBudget if inputs.problem.op == "backward" else Budget
+    return kind(inputs, rows=rows)
+
+
+def _felt(size: torch.Tensor) -> torch.Tensor:
+    """Sizes of rows, none that is not zero below what fp32 can tell from zero beside the largest.
+
+    P of such a row underflows in the kernel and in the eager computation alike.
+    """
+    least = LEAST_SIZE * size.amax()
+    return torch.where(size > 0, (size**2 + least**2).sqrt(), size)

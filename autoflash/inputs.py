@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autoflash.forward import forward
 from autoflash.problem import Problem
 from autoflash.quantised import QUANTISED_DTYPES, dequantised, quantised, spoil
 from autoflash.runtime.modifiers import Modifiers
@@ -29,6 +30,9 @@ class Inputs:
     seqlen_k), `sinks` are (num_heads,).
     Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
     head_dim), and cu_seqlens_q and cu_seqlens_k (batch + 1,) int32 say where each begins.
+
+    Backward: beside those of prefill its `out` and `lse`, fp32 (batch, num_heads, seqlen_q), and
+    the gradients `dout` and, where lse has one, `dlse`.
     """
 
     problem: Problem
@@ -45,6 +49,10 @@ class Inputs:
     sinks: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+    dlse: torch.Tensor | None = None
 
     @property
     def modifiers(self) -> Modifiers:
@@ -77,7 +85,7 @@ class Inputs:
             spans = [slice(*cu[b : b + 2].tolist()) for _, cu in ends if cu is not None]
             q, k, v = self.q[spans[0]], self.k[spans[1]], self.v[spans[1]]
             return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        if p.op == "prefill":
+        if p.op != "decode":
             heads_first = (
                 (lambda t: t[b].transpose(0, 1)) if p.layout == "bshd" else (lambda t: t[b])
             )
@@ -156,13 +164,14 @@ def make_inputs(
     wide_rows: int = 0,
     scale: float = 1.0,
 ) -> Inputs:
-    """Random normal inputs of the problem, times `scale`.
+    """Random normal inputs of the problem, times `scale`; of a backward, what follows from them.
 
     `lengths` replaces the drawn valid tokens of each sequence (decode), or the queries and keys of
     each packed one: pairs, or a number for both. `poison` fills dead cache
     slots with NaN and dead block-table entries with 2**30. `wide_rows` makes each of q, k, v a view
     of rows that many elements wider, the rest NaN; an odd number leaves rows unaligned. Of a
-    quantised cache it is twice as many bytes. On device "meta" the tensors have shapes and strides
+    quantised cache it is twice as many bytes; a backward gets a `dlse`, without which other kernels
+    run, and wide `out` and `dout`. On device "meta" the tensors have shapes and strides
     only.
     """
     meta = torch.device(device).type == "meta"
@@ -197,7 +206,7 @@ def make_inputs(
         ]
         packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends))
         return Inputs(p, q, k, v, **_modifiers(p, normal, device), **packed)
-    if p.op == "prefill":
+    if p.op != "decode":
         order = (0, 1, 2, 3) if p.layout == "bshd" else (0, 2, 1, 3)
 
         def tensor(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
@@ -207,7 +216,17 @@ def make_inputs(
         q = tensor(p.seqlen_q, p.num_heads, p.head_dim)
         k = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim)
         v = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim_v)
-        return Inputs(p, q, k, v, **_modifiers(p, normal, device))
+        inputs = Inputs(p, q, k, v, **_modifiers(p, normal, device))
+        if p.op == "prefill":
+            return inputs
+        out = empty(*q.shape[:3], p.head_dim_v, dtype=p.dtype)
+        lse = torch.empty(p.batch, p.num_heads, p.seqlen_q, device=device)
+        if not meta:
+            own_out, lse = forward(p, q, k, v)
+            out.copy_(own_out)
+        dout = normal(*q.shape[:3], p.head_dim_v)
+        dlse = torch.randn(lse.shape, device=device, generator=generator) if wide_rows else None
+        return replace(inputs, out=out, lse=lse, dout=dout, dlse=dlse)
     q = normal(p.batch, p.seqlen_q, p.num_heads, p.head_dim)
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))
     block_table = None

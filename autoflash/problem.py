@@ -51,6 +51,11 @@ class Variant:
         return self.family == "decode_last"
 
     @property
+    def single_pass(self) -> bool:
+        """Whether the kernel of dk and dv adds up dq too, instead of another after it."""
+        return self.family == "backward_single"
+
+    @property
     def name(self) -> str:
         """The golden's name: the family, then every switch that is on."""
         return "_".join([self.family, *self.switches])
@@ -68,7 +73,7 @@ def title(problem: Problem) -> str:
     p = problem
     parts = [f"{p.op} {p.dtype}", f"batch {p.batch}", f"heads {p.num_heads}/{p.num_kv_heads}"]
     parts.append(f"head_dim {p.head_dim}")
-    if p.op == "prefill":
+    if p.op != "decode":
         parts[0] += " causal" if p.causal else " full"
         parts.append(f"{p.seqlen_q} queries" if p.seqlen_q != p.seqlen_k else "")
         parts.append(f"{p.seqlen_k} keys")

@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 
 from autoflash.inputs import TORCH_DTYPES, Inputs
-from autoflash.problem import Problem
+from autoflash.mask import places_after, visible
 from autoflash.runtime.modifiers import modifiers_of
 
 Row = tuple[int, int, int]  # sequence, query head, query
@@ -52,29 +52,6 @@ def eager_rows(
     dtype = TORCH_DTYPES[inputs.problem.dtype]
     out, lse = _picked_rows(inputs, rows, softmax_scale, torch.float32, dtype)
     return out.to(TORCH_DTYPES[inputs.problem.out_dtype]), lse
-
-
-def visible(
-    problem: Problem, rows: torch.Tensor, keys: int, queries: int | None = None
-) -> torch.Tensor:
-    """(rows, keys) booleans: whether key j is in the window of row i at p = i + keys - queries.
-
-    A sequence has `seqlen_q` queries unless said otherwise.
-    """
-    after = _places_after(rows, keys, problem.seqlen_q if queries is None else queries)
-    seen = torch.ones_like(after, dtype=torch.bool)
-    left, right = problem.window
-    if left >= 0:
-        seen &= after >= -left
-    if right >= 0:
-        seen &= after <= right
-    return seen
-
-
-def _places_after(rows: torch.Tensor, keys: int, queries: int) -> torch.Tensor:
-    """(rows, keys): how far behind its query's position a key stands; negative before it."""
-    position = rows + keys - queries
-    return torch.arange(keys, device=rows.device)[None, :] - position[:, None]
 
 
 def _attention(
@@ -140,7 +117,7 @@ def _rows(
     """
     problem, queries = inputs.problem, q.shape[1]
     scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    product = _product_in_order if p_dtype == torch.float32 else torch.matmul
+    product = product_in_order if p_dtype == torch.float32 else torch.matmul
     scores = product(q[:, rows], k.transpose(1, 2)) * scale
     scores = _modified(inputs, b, heads, rows, queries, scores)
     scores = scores.masked_fill(~visible(problem, rows, k.shape[1], queries), float("-inf"))
@@ -173,7 +150,7 @@ def _modified(
         scores = inputs.softcap * (scores / inputs.softcap).tanh()
     if inputs.alibi_slopes is not None:
         slopes = inputs.alibi_slopes[b, heads, None, None].to(scores.dtype)
-        scores = scores - slopes * _places_after(rows, scores.shape[2], queries).abs()
+        scores = scores - slopes * places_after(rows, scores.shape[2], queries).abs()
     if inputs.bias is not None:
         whole = modifiers_of(inputs.problem, inputs.modifiers).bias
         assert whole is not None
@@ -181,8 +158,10 @@ def _modified(
     return scores
 
 
-def _product_in_order(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def product_in_order(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The matrix product, each element summed from the first product to the last."""
+    if not a.shape[-1]:
+        return torch.matmul(a, b)
     total = a[..., :1] * b[..., :1, :]
     for j in range(1, a.shape[-1]):
         total = total + a[..., j : j + 1] * b[..., j : j + 1, :]

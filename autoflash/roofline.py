@@ -67,12 +67,16 @@ def cache_bytes(problem: Problem) -> int:
 
 
 def floor(problem: Problem, gpu: Gpu) -> Floor:
-    """Flops of both products on visible pairs; each byte read or written once."""
+    """Flops of both products on visible pairs, five of a backward; bytes moved once each."""
     p = problem
     flops = 2 * p.num_heads * visible_pairs(p) * (p.head_dim + p.head_dim_v)
     rows = sum(_lengths(p)[0]) * p.num_heads
     moved = rows * (p.head_dim * p.dtype_bytes + p.head_dim_v * DTYPE_BYTES[p.out_dtype])
     moved += cache_bytes(p)
+    if p.op == "backward":  # q k^T, dout v^T and the products of three gradients
+        flops = 2 * p.num_heads * visible_pairs(p) * (3 * p.head_dim + 2 * p.head_dim_v)
+        moved *= 2  # dout and dq beside q and out, dk and dv beside k and v
+        moved += rows * 4  # lse
     if p.bias:  # the same for all sequences
         moved += visible_pairs(p) // p.batch * p.num_heads * p.dtype_bytes
     if not (gpu.dram_gbps and gpu.tflops_16bit):

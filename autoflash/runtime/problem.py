@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-OPS = ("prefill", "decode")
+OPS = ("prefill", "decode", "backward")
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 QUANTISED_BYTES = {"fp8_e4m3": 1, "int8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, **QUANTISED_BYTES}
@@ -25,6 +25,8 @@ class ProblemError(ValueError):
 class Problem:
     """One shape and its semantics. Lengths are in tokens; `page_size` 0 is a contiguous cache.
 
+    `backward` is that of a prefill, whose fields it has.
+
     `seqlen_k` is the longest sequence of the batch; with `lengths` "ragged" the others lie between
     an eighth of it and it. `pages` says where a sequence's pages lie: anywhere ("permuted"), one
     after the other ("contiguous"), or anywhere but the first half of `seqlen_k` ("shared"), which
@@ -41,7 +43,7 @@ class Problem:
 
     An empty `kv_dtype` or `out_dtype` and a zero `head_dim_v` mean "as the query's"; `pages` is
     "permuted" and `kv_scales` "tensor" where they are empty. `decode` is causal by definition and
-    ignores `layout`, `prefill` ignores `kv_layout`, a cache without pages ignores `pages`; what is
+    ignores `layout`, the others ignore `kv_layout`, a cache without pages ignores `pages`; what is
     ignored is stored in one spelling, so that equal problems are equal keys.
 
     Raises ProblemError naming the field.
@@ -135,7 +137,7 @@ class Problem:
         """The switches that are on, of those that decide a kernel's text."""
         on = {
             # a window's right edge is an argument, and causal one place for it
-            "causal": self.op == "prefill" and self.causal and not self.windowed,
+            "causal": self.op != "decode" and self.causal and not self.windowed,
             "window": self.windowed,
             **dict.fromkeys(self.modifiers, True),
             "varlen": self.varlen,

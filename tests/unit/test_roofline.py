@@ -1,4 +1,4 @@
-"""The roofline of prefill: pairs that are visible, keys that are seen, nothing else."""
+"""The roofline of prefill and its backward: pairs that are visible, keys that are seen, no more."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoflash.gpu import known
+from autoflash.mask import visible
 from autoflash.problem import Problem
-from autoflash.reference import visible
 from autoflash.roofline import floor, visible_pairs
 
 H200 = known("NVIDIA_H200")
@@ -43,6 +43,13 @@ def test_a_bias_is_moved_once_for_all_sequences_where_it_is_visible():
     pairs = visible_pairs(causal) // 3
     moved = floor(replace(causal, bias=True), H200).bytes_moved - floor(causal, H200).bytes_moved
     assert moved == pairs * 4 * 2
+
+
+def test_a_backward_has_five_products_and_moves_every_gradient_as_its_tensor():
+    forward, backward = floor(PREFILL, H200), floor(replace(PREFILL, op="backward"), H200)
+    assert backward.flops == 2.5 * forward.flops
+    lse_bytes = 3 * 4 * 40 * 4
+    assert backward.bytes_moved == 2 * forward.bytes_moved + lse_bytes
 
 
 def test_a_long_prompt_with_a_window_takes_a_fraction_of_the_time():
