@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from autoflash.accuracy import Budget, Verdict
+from autoflash.accuracy import Judge, Verdict, budget_of
 from autoflash.canary import Canaries, sums_of
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
+from autoflash.gradients import Gradients, key_rows
 from autoflash.inputs import Inputs, make_inputs, packed_lengths
-from autoflash.kernel import NewWorkspace, load, plan_of
+from autoflash.kernel import NewWorkspace, Result, load, plan_of
 from autoflash.problem import Problem, Variant
 from autoflash.reference import Row
 from autoflash.render import render
@@ -67,7 +69,7 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
             Case(_packed(small, some), some, as_timed=True),
             Case(_packed(small, some[3:5]), some[3:5], wide_rows=True),
         )
-    if problem.op == "prefill":
+    if problem.op != "decode":
         return (
             Case(_ending_alike(replace(small, batch=2)), as_timed=True),
             Case(replace(small, batch=1, seqlen_q=385, seqlen_k=385)),
@@ -90,7 +92,7 @@ def small_cases_of(problem: Problem) -> tuple[Case, ...]:
             Case(_packed(small, some), some, as_timed=True),
             Case(_packed(small, some[3:]), some[3:], wide_rows=True),
         )
-    if problem.op == "prefill":
+    if problem.op != "decode":
         return (
             Case(replace(small, batch=1, seqlen_q=150, seqlen_k=150), as_timed=True),
             Case(replace(small, batch=1, seqlen_q=40, seqlen_k=30), wide_rows=True),
@@ -131,7 +133,7 @@ def plan_for(
     inputs: Inputs,
     config: Config,
     gpu: Gpu,
-    out: torch.Tensor,
+    out: Result,
     lse: torch.Tensor | None,
     new_workspace: NewWorkspace | None = None,
 ) -> list[Launch]:
@@ -153,7 +155,7 @@ class Checker:
         self,
         inputs: Inputs,
         config: Config,
-        out: torch.Tensor,
+        out: Result,
         lse: torch.Tensor | None,
         new_workspace: NewWorkspace | None = None,
     ) -> list[Launch]:
@@ -172,9 +174,7 @@ class Checker:
             lse_error=max(verdict.lse_error for verdict in verdicts),
         )
 
-    def check_rows(
-        self, inputs: Inputs, config: Config, rows: list[Row], budget: Budget
-    ) -> Verdict:
+    def check_rows(self, inputs: Inputs, config: Config, rows: list[Row], budget: Judge) -> Verdict:
         """The verdict on some rows of a real problem, after bit-equal repeats.
 
         `budget` is that of the same inputs and rows.
@@ -182,7 +182,7 @@ class Checker:
         sums = sums_of(inputs)
         try:
             out, lse = self.run(inputs, config)
-            for _ in range(REPEATS - 1):
+            for _ in range(REPEATS - 1 if family_of(config.family).repeats else 0):
                 _same_bits(out, self.run(inputs, config)[0], "two runs at the real size")
         finally:  # whatever else is wrong: other candidates are judged on these inputs
             for name, now in sums_of(inputs).items():
@@ -193,15 +193,19 @@ class Checker:
 
     def run(
         self, inputs: Inputs, config: Config, with_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`out` and `lse` of one launch; outputs and workspaces are full of NaN before it.
+    ) -> tuple[Result, torch.Tensor | None]:
+        """`out` and `lse` of one launch, or the gradients and None; all is full of NaN before it.
 
         Raises Failure when the candidate wrote around one of them.
         """
         canaries, p = Canaries(self._device), inputs.problem
-        out = canaries.new("out", (*inputs.q.shape[:-1], p.head_dim_v), inputs.q.dtype)
         lse = None
-        if with_lse:
+        if p.op == "backward":
+            named = zip(Gradients._fields, (inputs.q, inputs.k, inputs.v), strict=True)
+            out = Gradients(*(canaries.new(name, of.shape, of.dtype) for name, of in named))
+        else:
+            out = canaries.new("out", (*inputs.q.shape[:-1], p.head_dim_v), inputs.q.dtype)
+        if with_lse and p.op != "backward":
             lse = canaries.new("lse", inputs.lse_shape, torch.float32)
         run_plan(self.plan(inputs, config, out, lse, canaries.workspace))
         _kept_to_its_own(canaries)
@@ -211,15 +215,18 @@ class Checker:
         given = Canaries(self._device)
         inputs = given.inputs(case.inputs(seed, self._device))
 
-        def run(with_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def run(with_lse: bool = True) -> tuple[Result, torch.Tensor | None]:
             result = self.run(inputs, config, with_lse)
             _kept_to_its_own(given)
             return result
 
         out, lse = run()
-        again, _ = run()
-        _same_bits(out, again, "two runs")
+        again, lse_again = run()
         budget = _budget(case, seed, self._device)
+        if family_of(config.family).repeats:
+            _same_bits(out, again, "two runs")
+        else:
+            _right(budget.judge(again, lse_again), "in the second run")
         verdict = _right(budget.judge(out, lse), f"with lengths {case.lengths_told}")
         if case.as_timed:
             bare, _ = run(with_lse=False)
@@ -233,8 +240,8 @@ def _module(variant: Variant) -> ModuleType:
 
 
 @lru_cache(maxsize=16)
-def _budget(case: Case, seed: int, device: str) -> Budget:
-    return Budget(case.inputs(seed, device))
+def _budget(case: Case, seed: int, device: str) -> Judge:
+    return budget_of(case.inputs(seed, device))
 
 
 def sample_rows(problem: Problem, seed: int) -> list[Row]:
@@ -256,15 +263,26 @@ def sample_rows(problem: Problem, seed: int) -> list[Row]:
 
 
 def picked(
-    problem: Problem, out: torch.Tensor, lse: torch.Tensor | None, rows: list[Row]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows of a result: `out` (rows, head_dim_v) and `lse` (rows,)."""
+    problem: Problem, out: Result, lse: torch.Tensor | None, rows: list[Row]
+) -> tuple[Any, torch.Tensor | None]:
+    """The rows of a result: `out` (rows, head_dim_v) and `lse` (rows,).
+
+    Of gradients those of dq, and the `key_rows` of dk and dv.
+    """
+    if isinstance(out, Gradients):
+        of_keys = key_rows(problem, rows)
+        each = zip(out, (rows, of_keys, of_keys), strict=True)
+        return Gradients(*(_rows_of(problem, tensor, places) for tensor, places in each)), None
     b, h, i = (torch.tensor(index, device=out.device) for index in zip(*rows, strict=True))
     if problem.varlen:
         starts = torch.tensor([0, *packed_lengths(problem)[0]], device=out.device).cumsum(0)
         return out[starts[b] + i, h], None if lse is None else lse[h, starts[b] + i]
-    out_rows = out[b, i, h] if problem.layout == "bshd" else out[b, h, i]
-    return out_rows, None if lse is None else lse[b, h, i]
+    return _rows_of(problem, out, rows), None if lse is None else lse[b, h, i]
+
+
+def _rows_of(problem: Problem, tensor: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    b, h, i = (torch.tensor(index, device=tensor.device) for index in zip(*rows, strict=True))
+    return tensor[b, i, h] if problem.layout == "bshd" else tensor[b, h, i]
 
 
 def _kept_to_its_own(canaries: Canaries) -> None:
@@ -273,8 +291,13 @@ def _kept_to_its_own(canaries: Canaries) -> None:
         raise Failure("correctness", trespass)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor, what: str) -> None:
+def _same_bits(one: Result, other: Result, what: str) -> None:
+    if isinstance(one, Gradients):
+        for name, a, b in zip(Gradients._fields, one, other, strict=True):
+            _same_bits(a, b, f"{name} of {what}")
+        return
     bits = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    assert isinstance(other, torch.Tensor)
     if not torch.equal(one.view(bits), other.view(bits)):
         raise Failure("correctness", f"{what} differ")
 

@@ -23,6 +23,7 @@ from autoflash.config import Config
 from autoflash.errors import AutoflashError
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
+from autoflash.gradients import Gradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.launcher import build_launcher
 from autoflash.problem import Problem, Variant
@@ -37,6 +38,7 @@ from autoflash.whole_file import write_whole
 WARP_SIZE = {"nvidia": 32, "amd": 64}
 
 NewWorkspace = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+Result = torch.Tensor | Gradients  # `out`, or of a backward all three
 
 
 class CompileError(Exception):
@@ -90,6 +92,17 @@ def new_outputs(inputs: Inputs, fill: float = float("nan")) -> tuple[torch.Tenso
     return out, torch.full(inputs.lse_shape, fill, dtype=torch.float32, device=inputs.q.device)
 
 
+def new_results(inputs: Inputs, fill: float = float("nan")) -> tuple[Result, torch.Tensor | None]:
+    """What a plan writes: `new_outputs`, or the gradients of a backward, contiguous, and None."""
+    if inputs.problem.op != "backward":
+        return new_outputs(inputs, fill)
+    q, k, v = (
+        torch.full(t.shape, fill, dtype=t.dtype, device=t.device)
+        for t in (inputs.q, inputs.k, inputs.v)
+    )
+    return Gradients(q, k, v), None
+
+
 def _poison_of(dtype: torch.dtype) -> float:
     """What no kernel may read and still be right: NaN, or the largest integer."""
     return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -98,7 +111,7 @@ def _poison_of(dtype: torch.dtype) -> float:
 def plan_of(
     module: ModuleType,
     inputs: Inputs,
-    out: torch.Tensor,
+    out: Result,
     lse: torch.Tensor | None,
     gpu: Gpu,
     config: Config,
@@ -122,6 +135,10 @@ def plan_of(
     if p.op == "prefill":
         plain = (inputs.q, inputs.k, inputs.v, out, lse, scale, p.layout, *tail)
         return prefill_plan(module, p, modifiers_of(p, inputs.modifiers), *plain)
+    if isinstance(out, Gradients):
+        forward = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse)
+        given = (*forward, inputs.dout, inputs.dlse)
+        return module.plan(*given, *out, scale, p.layout, *tail)
     scales = (inputs.k_scale, inputs.v_scale) if p.quantised else ()
     return module.plan(
         inputs.q,
@@ -187,7 +204,7 @@ def _compiled(
     _compile_only(gpu)
     rendered, module = _loaded(family_of(config.family).variant(problem), gpu.arch)
     inputs = make_inputs(problem, device="meta", poison=False, wide_rows=wide_rows)
-    out, lse = new_outputs(inputs)
+    out, lse = new_results(inputs)
     workspaces: list[torch.Tensor] = []
 
     def workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from autoflash.check import plan_for
 from autoflash.config import Config
 from autoflash.gpu import Gpu
 from autoflash.inputs import make_inputs
-from autoflash.kernel import new_outputs
+from autoflash.kernel import new_results
 from autoflash.occupancy import occupancy
 from autoflash.problem import Problem
 from autoflash.records import Resources
@@ -26,6 +26,15 @@ HALF_IN_FLIGHT = 24 * 1024  # bytes in flight on a multiprocessor that reach hal
 POINTER_COST = 1.1  # of loads through pointers, whose addresses are computed by every thread
 LAUNCH_US = 1.0  # of one more kernel in a CUDA graph
 SPILL_COST = 1 / 256  # of the time, per spilled byte
+# The heavy kernels of a backward, by the prefix of their knobs: the share of the roofline's five
+# products that each computes. Of two kernels both compute two of them.
+BACKWARD_KERNELS = {"backward": {"KV": 4 / 5, "Q": 3 / 5}, "backward_single": {"KV": 1.0}}
+PART_KNOBS = {
+    "BLOCK_M": "BLOCK_M",
+    "BLOCK_N": "BLOCK_N",
+    "num_warps": "WARPS",
+    "num_stages": "STAGES",
+}
 
 
 def predicted_us(problem: Problem, config: Config, resources: Resources, gpu: Gpu) -> float:
@@ -33,7 +42,36 @@ def predicted_us(problem: Problem, config: Config, resources: Resources, gpu: Gp
 
     What `resources` leaves open is guessed from the tiles.
     """
-    work = launched(problem, config, gpu)
+    parts = _parts(config)
+    heavy_us = sum(
+        share * _kernel_us(problem, tiles, launched(problem, config, gpu, kernel), resources, gpu)
+        for kernel, tiles, share in parts
+    )
+    return heavy_us + LAUNCH_US * launched(problem, config, gpu, parts[0][0]).launches
+
+
+def _parts(config: Config) -> tuple[tuple[str, Config, float], ...]:
+    """The heavy kernels: how their names begin, the knobs of each, and its share of the flops."""
+    shares = BACKWARD_KERNELS.get(config.family)
+    if shares is None:
+        return ((config.family, config, 1.0),)
+    return tuple(
+        (f"backward_{part.lower()}", _part_of(config, part), share)
+        for part, share in shares.items()
+    )
+
+
+def _part_of(config: Config, part: str) -> Config:
+    """The knobs of one kernel of a backward, by the names that those of other families have."""
+    knobs = config.as_dict()
+    own = {name: knobs[f"{part}_{of_part}"] for name, of_part in PART_KNOBS.items()}
+    return Config.of(config.family, {**own, "LOAD": knobs["LOAD"]})
+
+
+def _kernel_us(
+    problem: Problem, config: Config, work: "Launched", resources: Resources, gpu: Gpu
+) -> float:
+    """The figure of one kernel, were the whole work its own."""
     programs, warps = work.programs, work.warps
     busiest = math.ceil(programs / gpu.num_sms)  # programs of the multiprocessor that ends last
     fits = occupancy(_completed(resources, problem, config), warps, gpu).blocks
@@ -51,7 +89,7 @@ def predicted_us(problem: Problem, config: Config, resources: Resources, gpu: Gp
     in_flight = resident * max(work.stages - 1, 0.5) * _tile_bytes(problem, config)
     memory_us *= 1 + HALF_IN_FLIGHT / in_flight
     spilled = 1 + SPILL_COST * (resources.spill_bytes or 0)
-    return max(compute_us, memory_us) * spilled + LAUNCH_US * work.launches
+    return max(compute_us, memory_us) * spilled
 
 
 @dataclass(frozen=True)
@@ -65,30 +103,33 @@ class Launched:
 
 
 @lru_cache(maxsize=100_000)
-def launched(problem: Problem, config: Config, gpu: Gpu) -> Launched:
-    """What the config's plan launches for the problem; asked on tensors without memory."""
+def launched(problem: Problem, config: Config, gpu: Gpu, kernel: str = "") -> Launched:
+    """What the config's plan launches for the problem; asked on tensors without memory.
+
+    `kernel` is how the name of the one asked about begins, else the first heavy one is.
+    """
+    kernel = kernel or _parts(config)[0][0]
     inputs = make_inputs(problem, device="meta", poison=False)
-    out, _ = new_outputs(inputs)
+    out, _ = new_results(inputs)
     launches = plan_for(inputs, config, gpu, out, None)
     # others reduce, copy or zero; families that share templates share the kernel's name
     _, grid, _, options = next(
         launch
         for launch in launches
-        if launch[0].__name__.startswith(config.family)
-        or config.family.startswith(launch[0].__name__)
+        if launch[0].__name__.startswith(kernel) or kernel.startswith(launch[0].__name__)
     )
     consumers = int(config.as_dict().get("WARPGROUPS", 0))
     return Launched(
         programs=math.prod(grid),
         warps=options.get("num_warps", 4) + 4 * consumers,
-        stages=int(config.as_dict().get("num_stages", 2)),
+        stages=int({"num_stages": 2, **options, **config.as_dict()}["num_stages"]),
         launches=len(launches),
     )
 
 
 def padding(problem: Problem, config: Config) -> float:
     """Score elements computed over those that are visible."""
-    rows = problem.seqlen_q if problem.op == "prefill" else problem.group_size * problem.seqlen_q
+    rows = problem.seqlen_q if problem.op != "decode" else problem.group_size * problem.seqlen_q
     block_m, block_n = _tile(config)
     keys, sides = max(problem.seqlen_k, 1), problem.window
     if min(sides) >= 0:
@@ -115,8 +156,9 @@ def _completed(resources: Resources, problem: Problem, config: Config) -> Resour
 def _tile(config: Config) -> tuple[int, int]:
     """Query rows and keys of a tile; the packed heads of decode fill the fewest rows."""
     knobs = config.as_dict()
-    rows = 64 * int(knobs["WARPGROUPS"]) if "WARPGROUPS" in knobs else knobs.get("BLOCK_M", 16)
-    return int(rows), int(knobs.get("BLOCK_N", 64))
+    rows = knobs.get("BLOCK_M") or knobs.get("KV_BLOCK_M", 16)  # of two kernels the larger one's
+    rows = 64 * int(knobs["WARPGROUPS"]) if "WARPGROUPS" in knobs else rows
+    return int(rows), int(knobs.get("BLOCK_N") or knobs.get("KV_BLOCK_N", 64))
 
 
 def _tile_bytes(problem: Problem, config: Config) -> int:

@@ -16,7 +16,7 @@ from autoflash.check import plan_for
 from autoflash.config import Config
 from autoflash.gpu import Gpu
 from autoflash.inputs import make_inputs
-from autoflash.kernel import kernel_resources, new_outputs
+from autoflash.kernel import kernel_resources, new_results
 from autoflash.occupancy import occupancy
 from autoflash.problem import Problem
 from autoflash.records import Profile
@@ -41,7 +41,7 @@ def profile(problem: Problem, config: Config, gpu: Gpu) -> list[Profile]:
     For processes that only compile. Raises CompileError.
     """
     inputs = make_inputs(problem, device="meta", poison=False)
-    out, _ = new_outputs(inputs)
+    out, _ = new_results(inputs)
     launches = plan_for(inputs, config, gpu, out, None)
     taken = kernel_resources(problem, config, gpu)
     found = []
@@ -123,7 +123,7 @@ def main() -> None:
     call = json.load(sys.stdin)
     problem = Problem(**call["problem"])
     inputs = make_inputs(problem, device="cuda", poison=False)
-    out, _ = new_outputs(inputs)
+    out, _ = new_results(inputs)
     config = Config.of(call["family"], call["knobs"])
     for _ in range(CALLS):
         run_plan(plan_for(inputs, config, detect(), out, None))

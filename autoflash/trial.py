@@ -9,7 +9,7 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from autoflash.accuracy import Budget, Verdict
+from autoflash.accuracy import Judge, Verdict, budget_of
 from autoflash.bench import (
     GPU_CLOCK,
     PATIENT_LEAD_CYCLES,
@@ -27,7 +27,7 @@ from autoflash.child import OUT_OF_GPU_MEMORY, Failure
 from autoflash.config import Config
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs, packed_lengths, sequence_lengths
-from autoflash.kernel import machines_fault, new_outputs
+from autoflash.kernel import Result, machines_fault, new_results
 from autoflash.problem import Problem
 from autoflash.records import Clocks
 from autoflash.runtime.launch import run_plan
@@ -53,12 +53,12 @@ class CudaDevice(Checker):
         uuid = torch.cuda.get_device_properties(index).uuid
         self._uuid = str(uuid)
         self._telemetry = Telemetry(self._uuid)
-        self._sets: list[tuple[Inputs, torch.Tensor]] = []
+        self._sets: list[tuple[Inputs, Result]] = []
         self._graphs: dict[Config, tuple[CallGraph, int]] = {}
         self._recipes: dict[Config, Recipe | None] = {}
         self._prepared: tuple[Problem, int] | None = None
         # of rows of a prepared problem, which is prepared again when its group is timed
-        self._budgets: dict[tuple[object, ...], Budget] = {}
+        self._budgets: dict[tuple[object, ...], Judge] = {}
 
     def hello(self) -> tuple[Gpu, Toolchain]:
         return self._gpu, detect_toolchain()
@@ -84,7 +84,7 @@ class CudaDevice(Checker):
             while not self._sets or len(self._sets) < self._sets_wanted():
                 number = seed * 1000 + len(self._sets)
                 inputs = make_inputs(problem, number, "cuda", lengths, poison=False)
-                self._sets.append((inputs, torch.empty_like(new_outputs(inputs)[0])))
+                self._sets.append((inputs, new_results(inputs)[0]))
             torch.cuda.synchronize()
 
     def release(self) -> None:
@@ -123,7 +123,7 @@ class CudaDevice(Checker):
             if key not in self._budgets:
                 if len(self._budgets) == BUDGETS_KEPT:
                     self._budgets.clear()
-                self._budgets[key] = Budget(inputs, rows=rows)
+                self._budgets[key] = budget_of(inputs, rows)
             return self.check_rows(inputs, config, rows, self._budgets[key])
 
     def arm(self, config: Config, cap_us: float) -> None:
@@ -157,7 +157,8 @@ class CudaDevice(Checker):
 
     def _sets_wanted(self) -> int:
         inputs, out = self._sets[0]
-        tensors = (inputs.q, inputs.k, inputs.v, out)
+        tensors = [inputs.q, inputs.k, inputs.v]
+        tensors += [out] if isinstance(out, torch.Tensor) else [inputs.out, inputs.dout, *out]
         set_bytes = sum(t.untyped_storage().nbytes() for t in tensors)
         free_bytes, _ = torch.cuda.mem_get_info()
         return sets_needed(set_bytes, self._gpu.l2_bytes, free_bytes + set_bytes * len(self._sets))
@@ -165,7 +166,8 @@ class CudaDevice(Checker):
     def _call(self, config: Config, i: int) -> None:
         """Launch a config on one of the sets. They are alike: what is planned serves them all."""
         inputs, out = self._sets[i % len(self._sets)]
-        tensors = (*vars(inputs).values(), out)
+        written = (out,) if isinstance(out, torch.Tensor) else out
+        tensors = (*vars(inputs).values(), *written)
         recipe = self._recipes.get(config)
         if recipe:
             run_plan(recipe.plan(tensors, _workspace))

@@ -72,6 +72,9 @@ def bench(
         if name not in known:
             raise typer.BadParameter(f"no peer is called {name}; known are {', '.join(known)}")
     problems = [each for each in load_workload(workload).problems if op in (None, each[0].op)]
+    if any(problem.op == "backward" for problem, _ in problems):
+        notice("backward problems are left out: no peer's gradients are timed here")
+        problems = [each for each in problems if each[0].op != "backward"]
     gpu = detect()
     ours = load_exported(module or _exported(db))
     time_all = partial(interleaved, gpu_us=1e3 * gpu_ms, pace=STEADY)

@@ -10,7 +10,7 @@ import typer
 OfGpu = Annotated[
     str | None, typer.Option("--gpu", metavar="NAME", help="A GPU by its name or words of it.")
 ]
-OfOp = Annotated[Literal["prefill", "decode"] | None, typer.Option("--op")]
+OfOp = Annotated[Literal["prefill", "decode", "backward"] | None, typer.Option("--op")]
 OfDtype = Annotated[Literal["bf16", "fp16", "fp32"] | None, typer.Option("--dtype")]
 Count = Annotated[int | None, typer.Option(min=1)]
 Length = Annotated[int | None, typer.Option(min=0)]

@@ -7,7 +7,9 @@ import typer
 if TYPE_CHECKING:
     from autoflash.gpu import Gpu
 
-Op = Annotated[Literal["prefill", "decode"] | None, typer.Option(help="What is computed.")]
+Op = Annotated[
+    Literal["prefill", "decode", "backward"] | None, typer.Option(help="What is computed.")
+]
 Causal = Annotated[
     bool, typer.Option("--causal/--full", help="Which keys a prefill query sees; decode is causal.")
 ]

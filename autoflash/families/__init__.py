@@ -2,7 +2,16 @@
 
 from autoflash.config import Config
 from autoflash.errors import UnsupportedError
-from autoflash.families import append_kv, decode, decode_last, merge, prefill, prefill_hopper
+from autoflash.families import (
+    append_kv,
+    backward,
+    backward_single,
+    decode,
+    decode_last,
+    merge,
+    prefill,
+    prefill_hopper,
+)
 from autoflash.families.family import Family, sample, samples, space, variants
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem, Variant
@@ -24,7 +33,14 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (prefill.FAMILY, prefill_hopper.FAMILY, decode.FAMILY, decode_last.FAMILY)
+    for family in (
+        prefill.FAMILY,
+        prefill_hopper.FAMILY,
+        decode.FAMILY,
+        decode_last.FAMILY,
+        backward.FAMILY,
+        backward_single.FAMILY,
+    )
 }
 UNTUNED = (append_kv, merge)
 

@@ -21,6 +21,7 @@ class Family:
     `refusal(problem, config, gpu)` says why the config is no candidate: a misfit, or too slow.
     `default(problem, gpu)` is a config that `refusal` accepts wherever the family is supported.
     `max_spills` is the bytes of register spills per thread above which a candidate is dropped.
+    `repeats` says that two runs give the same bits.
     `slow_to_compile` says that a binary takes several seconds rather than about one.
     """
 
@@ -35,6 +36,7 @@ class Family:
     default: Callable[[Problem, Gpu], Config]
     max_spills: int = 64
     interpretable: bool = True
+    repeats: bool = True
     slow_to_compile: bool = False
 
     def binary(self, config: Config) -> Config:

@@ -30,7 +30,7 @@ class HeatMap:
 def kind(problem: Problem) -> str:
     """The problem in words, without its batch and its lengths."""
     parts = title(problem).split(", ")
-    shape = ("queries", "keys") if problem.op == "prefill" else ("keys",)
+    shape = ("queries", "keys") if problem.op != "decode" else ("keys",)
     return ", ".join(p for p in parts if not (p.startswith("batch ") or p.endswith(shape)))
 
 

@@ -1,4 +1,4 @@
-"""What triton's interpreter gets wrong, mended: bf16 products and rounding, numpy 2.4's scalars."""
+"""What triton's interpreter lacks, mended: bf16 products and rounding, adds of tiles, scalars."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def mend_interpreter() -> None:
-    """Make interpreted bf16 dots, roundings and scalar conversions right. Safe to call again.
+    """Make interpreted bf16 dots, roundings, adds of tiles and scalars right. Safe to call again.
 
     The interpreter keeps bf16 as raw 16-bit integers and multiplies those bits (triton issue
-    11584); it cuts fp32 to bf16 where every GPU rounds to nearest even; numpy 2.4 no longer turns
-    a one-element array into an int.
+    11584); it cuts fp32 to bf16 where every GPU rounds to nearest even; it has no atomic adds
+    through descriptors; numpy 2.4 no longer turns a one-element array into an int.
     """
     import numpy
     import triton.language
@@ -42,11 +42,20 @@ def mend_interpreter() -> None:
         rounded = numpy.where(numpy.isnan(source.data), (bits >> 16) | 0x40, nearest_even)
         return interpreter.TensorHandle(rounded.astype(numpy.uint16), kind.scalar)
 
+    def create_descriptor_reduce(self, kind, descriptor, value, indices):  # noqa: ANN001, ANN202
+        ir: Any = interpreter._ir
+        assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD and value.dtype == triton.language.float32
+        pointers, inside = descriptor.materialize_pointers(indices)
+        mask = interpreter.TensorHandle(inside, triton.language.int1)
+        order = ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU
+        return self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, mask, *order)
+
     def patch_lang_tensor(tensor, scope):  # noqa: ANN001, ANN202
         plain_patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     builder.create_dot = create_dot
+    builder.create_descriptor_reduce = create_descriptor_reduce
     builder.cast_impl = cast_impl
     interpreter._patch_lang_tensor = patch_lang_tensor
     builder.autoflash_mended = True

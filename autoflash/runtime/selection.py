@@ -10,6 +10,14 @@ from typing import Any, NamedTuple
 
 import triton
 
+from .backward_validity import (
+    backward_default,
+    backward_refusal,
+    backward_single_default,
+    backward_single_refusal,
+    backward_single_unsupported,
+    backward_unsupported,
+)
 from .defaults import decode_default, decode_last_default, prefill_default
 from .device import Device
 from .hopper_validity import (
@@ -28,22 +36,32 @@ SELECTION_REFUSALS = {
     "prefill_hopper": prefill_hopper_refusal,
     "decode": decode_refusal,
     "decode_last": decode_refusal,
+    "backward": backward_refusal,
+    "backward_single": backward_single_refusal,
 }
 SELECTION_UNSUPPORTED = {
     "prefill": prefill_unsupported,
     "prefill_hopper": prefill_hopper_unsupported,
     "decode": decode_unsupported,
     "decode_last": decode_unsupported,
+    "backward": backward_unsupported,
+    "backward_single": backward_single_unsupported,
 }
 SELECTION_DEFAULTS = {
     "prefill": prefill_default,
     "prefill_hopper": prefill_hopper_default,
     "decode": decode_default,
     "decode_last": decode_last_default,
+    "backward": backward_default,
+    "backward_single": backward_single_default,
 }
 SELECTION_COMPILED_ONLY = ("prefill_hopper",)  # Gluon has no interpreter
 # By op, whose default serves what no row does: the portable family where no other can.
-SELECTION_FAMILIES = {"prefill": ("prefill_hopper", "prefill"), "decode": ("decode",)}
+SELECTION_FAMILIES = {
+    "prefill": ("prefill_hopper", "prefill"),
+    "decode": ("decode",),
+    "backward": ("backward",),
+}
 
 
 class Row(NamedTuple):

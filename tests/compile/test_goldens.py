@@ -47,6 +47,10 @@ GOLDEN_VARIANTS = (
     Variant("decode_last", "decode"),
     Variant("decode_last", "decode", paged=True),
     Variant("decode_last", "decode", paged=True, queries=True, quantised=True, token_scales=True),
+    Variant("backward", "backward"),
+    Variant("backward", "backward", causal=True),
+    Variant("backward_single", "backward"),
+    Variant("backward_single", "backward", causal=True),
 )
 
 REVIEWED = (*GOLDEN_VARIANTS, *untuned_variants().values())
@@ -98,8 +102,11 @@ def switches(variant: Variant) -> set[str]:
 
 
 def is_plain(variant: Variant) -> bool:
-    """Whether it is one of the texts that the others are made from by switches."""
-    return switches(variant) <= {"causal", "paged"}
+    """Whether it is one of the texts that the others are made from by switches.
+
+    A backward is made from its prefill's, and takes three times as long to compile.
+    """
+    return switches(variant) <= {"causal", "paged"} and variant.op != "backward"
 
 
 def compiled_for(variant: Variant) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from fake_device import GPU, machine
 
-from autoflash.families import serving, space
+from autoflash.families import backward_single, serving, space
 from autoflash.journal import Journal
-from autoflash.model import predicted_us
+from autoflash.model import launched, predicted_us
 from autoflash.problem import Problem
 from autoflash.records import Resources
 from autoflash.roofline import floor
@@ -64,8 +64,8 @@ def test_the_first_line_says_that_nothing_is_measured(tmp_path, capsys):
     assert "only predicted" in first
 
 
-def config(**knobs):
-    default = default_of(LONG)
+def config(problem=LONG, **knobs):
+    default = default_of(problem)
     return default.of(default.family, default.as_dict() | knobs)
 
 
@@ -77,8 +77,27 @@ def test_the_model_prefers_what_is_known_to_be_faster():
     assert base < predicted_us(LONG, config(BLOCK_M=16), LEAN, GPU)
 
 
+def test_the_model_looks_at_the_tiles_of_both_kernels_of_a_backward():
+    backward = replace(LONG, op="backward")
+    base = predicted_us(backward, config(backward), LEAN, GPU)
+    for part in ("KV", "Q"):
+        for slower in ({"BLOCK_M": 16}, {"BLOCK_N": 16}, {"STAGES": 1}):
+            knobs = {f"{part}_{name}": value for name, value in slower.items()}
+            assert base < predicted_us(backward, config(backward, **knobs), LEAN, GPU), knobs
+    assert base < predicted_us(backward, config(backward, LOAD="pointer"), LEAN, GPU)
+    single = backward_single.FAMILY.default(backward, GPU)
+    least = floor(backward, GPU).floor_us
+    assert least <= predicted_us(backward, single, LEAN, GPU) < base
+    assert (
+        launched(backward, single, GPU).launches
+        == launched(backward, config(backward), GPU).launches
+        == 3
+    )
+
+
 def test_the_model_is_never_below_the_roofline():
-    for problem in (PROBLEM, LONG, Problem("decode", "bf16", 64, 32, 8, 128, 1, 4096)):
+    backward = replace(LONG, op="backward")
+    for problem in (PROBLEM, LONG, backward, Problem("decode", "bf16", 64, 32, 8, 128, 1, 4096)):
         assert predicted_us(problem, default_of(problem), LEAN, GPU) >= floor(problem, GPU).floor_us
 
 

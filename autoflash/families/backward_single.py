@@ -1,0 +1,56 @@
+"""The backward in a single pass: the kernel of dk and dv adds up dq too, by fp32 atomic adds."""
+
+from autoflash.config import Config
+from autoflash.families import backward
+from autoflash.families.family import Family
+from autoflash.gpu import Gpu
+from autoflash.problem import Problem, Variant
+from autoflash.runtime.backward_validity import (
+    backward_single_default,
+    backward_single_refusal,
+    backward_single_unsupported,
+)
+
+PARTS = (
+    "triton_header.py.jinja",
+    "backward/tiles.py.jinja",
+    "backward/statistics.py.jinja",
+    "backward/keys.py.jinja",
+    "backward/convert.py.jinja",
+    "backward/plan.py.jinja",
+)
+KNOBS = tuple(knob for knob in backward.KNOBS if not knob.name.startswith("Q_"))
+
+
+def variant(problem: Problem) -> Variant:
+    return Variant("backward_single", "backward", **dict.fromkeys(problem.switches, True))
+
+
+def default(problem: Problem, gpu: Gpu) -> Config:
+    return Config.of("backward_single", backward_single_default(problem, gpu))
+
+
+def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
+    """Why the config is wrong for the problem, or cannot be fast; None for a candidate."""
+    knobs = config.as_dict()
+    wrong = backward_single_refusal(problem, knobs, gpu)
+    if wrong or config == default(problem, gpu):
+        return wrong
+    return backward.hopeless_load(problem, knobs, gpu) or backward.hopeless(
+        problem, knobs, gpu, backward.keys_part(problem), backward_single_refusal
+    )
+
+
+FAMILY = Family(
+    name="backward_single",
+    op="backward",
+    parts=PARTS,
+    knobs=KNOBS,
+    variant=variant,
+    unsupported=backward_single_unsupported,
+    misfit=backward_single_refusal,
+    refusal=refusal,
+    default=default,
+    max_spills=backward.FAMILY.max_spills,
+    repeats=False,
+)

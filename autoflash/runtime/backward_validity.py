@@ -1,0 +1,197 @@
+"""What a config of the backward must fulfil to be right on a device, and the default knobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .problem import Problem
+from .validity import prefill_fma_products, prefill_warpgroup_products
+
+
+def backward_unsupported(problem: Problem, gpu: Any) -> str | None:
+    """Why the portable backward kernels cannot serve the problem on the GPU, or None."""
+    p = problem
+    if p.op != "backward":
+        return f"serves backward, not {p.op}"
+    if p.windowed or p.modifiers:
+        on = ", ".join(["windows"] * p.windowed + [*p.modifiers])
+        return f"{on}: not served by the backward yet"
+    if p.varlen:
+        return "packed sequences are not served by the backward yet"
+    if p.paged:
+        return "keys in pages are not served"
+    if p.lengths != "equal":
+        return "sequences of different lengths are not served"
+    if p.head_dim_v != p.head_dim:
+        return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
+    if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:
+        return f"kv_dtype {p.kv_dtype} and out_dtype {p.out_dtype} are not both dtype {p.dtype}"
+    if gpu.vendor == "nvidia" and gpu.capability < 80:
+        return f"{gpu.arch} is older than sm_80"  # bf16 and asynchronous copies begin there
+    return None
+
+
+def backward_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str | None:
+    """Why these knobs cannot serve the problem on the GPU, or None."""
+    reason = backward_unsupported(problem, gpu)
+    if reason:
+        return reason
+    return _backward_load_refusal(knobs, gpu) or _backward_smem_refusal(
+        backward_smem_bytes(problem, knobs, gpu), gpu
+    )
+
+
+def backward_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> dict[str, int]:
+    """A bound of the shared memory that a program takes, found from what triton 3.6 compiles."""
+    kv = (knobs["KV_BLOCK_N"], knobs["KV_BLOCK_M"], knobs["KV_STAGES"])
+    q = (knobs["Q_BLOCK_M"], knobs["Q_BLOCK_N"], knobs["Q_STAGES"])
+    return {
+        "dk and dv": _backward_part_smem_bytes(problem, *kv, gpu),
+        "dq": _backward_part_smem_bytes(problem, *q, gpu),
+    }
+
+
+def backward_single_unsupported(problem: Problem, gpu: Any) -> str | None:
+    """Why the single pass cannot serve the problem on the GPU, or None."""
+    if problem.deterministic:
+        return "dq is added up in an order that no two runs share"
+    return backward_unsupported(problem, gpu)
+
+
+def backward_single_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str | None:
+    """Why these knobs cannot serve the problem on the GPU in a single pass, or None."""
+    reason = backward_single_unsupported(problem, gpu)
+    if reason:
+        return reason
+    return _backward_load_refusal(knobs, gpu) or _backward_smem_refusal(
+        {"the pass": backward_single_smem_bytes(problem, knobs, gpu)}, gpu
+    )
+
+
+def backward_single_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
+    """A bound of the shared memory of the single pass: ds is read there, dq leaves through it."""
+    block_m, block_n = knobs["KV_BLOCK_M"], knobs["KV_BLOCK_N"]
+    plain = _backward_part_smem_bytes(problem, block_n, block_m, knobs["KV_STAGES"], gpu)
+    dq_tile = 4 * block_m << (problem.head_dim - 1).bit_length()
+    return plain + dq_tile + 1024  # barriers
+
+
+def _backward_load_refusal(knobs: Mapping[str, Any], gpu: Any) -> str | None:
+    if knobs["LOAD"] == "descriptor" and gpu.capability < 90:
+        return f"tensor descriptors need sm_90, this is {gpu.arch}"
+    return None
+
+
+def _backward_smem_refusal(parts: Mapping[str, int], gpu: Any) -> str | None:
+    for part, smem_bytes in parts.items():
+        if smem_bytes > gpu.smem_per_block:
+            return (
+                f"{smem_bytes} bytes of shared memory for {part},"
+                f" a block of {gpu.arch} has {gpu.smem_per_block}"
+            )
+    return None
+
+
+def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int, gpu: Any) -> int:
+    """The same of one kernel: two tiles of `own` rows stay, two of `step` rows come by each step.
+
+    Warpgroup products read all of them in shared memory, in every stage; others hold one buffer
+    less than stages and pass ds through it. AMD keeps the first two in registers once loaded.
+    """
+    row = problem.dtype_bytes << (problem.head_dim - 1).bit_length()
+    own_tiles, step_tiles = 2 * own * row, 2 * step * row
+    ds_tile = own * step * problem.dtype_bytes
+    if gpu.vendor == "amd":
+        coming = step_tiles * (stages - 1) if stages > 1 else step_tiles // 2
+        return max(own_tiles // 2, coming) + ds_tile
+    scratch = 1024  # barriers, and reductions across warps
+    if prefill_warpgroup_products(problem, gpu):
+        return own_tiles + step_tiles * stages + ds_tile + scratch
+    coming = step_tiles * max(1, stages - 1)
+    if stages == 1 and not prefill_fma_products(problem, gpu):
+        coming += step_tiles // 2  # read as it lies and transposed
+    return own_tiles + coming + ds_tile + scratch
+
+
+# BLOCK_M, BLOCK_N, WARPS and STAGES of KV and of Q, by the largest head_dim. As compiled for sm_80,
+# 90 and gfx942 they do not spill heavily. Those of warpgroups were fastest of a few on an H200 at
+# 4096 tokens, but for 64 channels, where 128 by 128 spills.
+BACKWARD_WARPGROUP_DEFAULTS = {
+    64: ((64, 128, 8, 2), (64, 64, 4, 3)),
+    128: ((64, 64, 4, 2), (64, 64, 4, 2)),
+    256: ((64, 64, 8, 2), (64, 64, 8, 2)),
+}
+BACKWARD_WARP_DEFAULTS = {
+    64: ((32, 64, 4, 2), (64, 32, 4, 2)),
+    128: ((32, 64, 8, 2), (64, 32, 8, 2)),
+    256: ((32, 32, 8, 1), (32, 32, 8, 2)),
+}
+BACKWARD_FMA_DEFAULTS = {
+    64: ((16, 32, 8, 1), (16, 16, 4, 2)),
+    128: ((16, 16, 8, 1), (16, 16, 8, 2)),
+    256: ((16, 16, 8, 1), (16, 16, 8, 1)),
+}
+# Where a block has 64 KB of shared memory only.
+BACKWARD_SMALLEST = ((16, 16, 4, 1), (16, 16, 4, 1))
+
+
+# The same of KV in a single pass, in which the tile of dq takes registers and shared memory too.
+BACKWARD_SINGLE_WARPGROUP_DEFAULTS = {
+    64: (64, 128, 8, 2),
+    128: (64, 64, 8, 2),
+    256: (32, 64, 8, 2),
+}
+BACKWARD_SINGLE_WARP_DEFAULTS = {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 32, 8, 2)}
+BACKWARD_SINGLE_FMA_DEFAULTS = {64: (16, 32, 8, 1), 128: (16, 16, 8, 1), 256: (16, 16, 8, 1)}
+
+
+def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
+    """Knobs that backward_refusal accepts wherever the problem is served."""
+    load = "pointer"
+    if prefill_fma_products(problem, gpu):
+        by_head_dim = BACKWARD_FMA_DEFAULTS
+    elif prefill_warpgroup_products(problem, gpu):
+        by_head_dim, load = BACKWARD_WARPGROUP_DEFAULTS, "descriptor"
+    else:
+        by_head_dim = BACKWARD_WARP_DEFAULTS
+    wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
+    by_preference = [by_head_dim[wide], BACKWARD_WARP_DEFAULTS[wide], BACKWARD_SMALLEST]
+    if gpu.vendor == "amd":
+        by_preference = [tuple(map(_backward_amd_warps, each)) for each in by_preference]
+    choices: list[dict[str, int | str]] = [
+        {**_backward_knobs("KV", kv), **_backward_knobs("Q", q), "LOAD": load}
+        for kv, q in by_preference
+    ]
+    valid = (knobs for knobs in choices if backward_refusal(problem, knobs, gpu) is None)
+    return next(valid, choices[-1])
+
+
+def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
+    """The same for the single pass."""
+    load = "pointer"
+    if prefill_fma_products(problem, gpu):
+        by_head_dim = BACKWARD_SINGLE_FMA_DEFAULTS
+    elif prefill_warpgroup_products(problem, gpu):
+        by_head_dim, load = BACKWARD_SINGLE_WARPGROUP_DEFAULTS, "descriptor"
+    else:
+        by_head_dim = BACKWARD_SINGLE_WARP_DEFAULTS
+    wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
+    by_preference = [by_head_dim[wide], BACKWARD_SINGLE_WARP_DEFAULTS[wide], BACKWARD_SMALLEST[0]]
+    if gpu.vendor == "amd":
+        # a second stage spills hundreds of bytes
+        by_preference = [(block_m, block_n, 4, 1) for block_m, block_n, _, _ in by_preference]
+    choices = [{**_backward_knobs("KV", values), "LOAD": load} for values in by_preference]
+    valid = (knobs for knobs in choices if backward_single_refusal(problem, knobs, gpu) is None)
+    return next(valid, choices[-1])
+
+
+def _backward_knobs(part: str, values: tuple[int, ...]) -> dict[str, int | str]:
+    names = ("BLOCK_M", "BLOCK_N", "WARPS", "STAGES")
+    return {f"{part}_{name}": value for name, value in zip(names, values)}
+
+
+def _backward_amd_warps(values: tuple[int, ...]) -> tuple[int, ...]:
+    """The same tiles by four warps: of 64 lanes they are as many threads as eight of 32."""
+    block_m, block_n, _, stages = values
+    return block_m, block_n, 4, stages

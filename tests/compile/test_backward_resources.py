@@ -1,0 +1,64 @@
+"""The backward's bound of shared memory and its defaults, against what is compiled."""
+
+import pytest
+
+from autoflash.families import backward_single
+from autoflash.families.backward import FAMILY
+from autoflash.gpu import KNOWN, known
+from autoflash.kernel import _compiled, _resources
+from autoflash.problem import Problem
+from autoflash.runtime.backward_validity import backward_single_smem_bytes, backward_smem_bytes
+
+TARGETS = {gpu.arch: gpu for gpu in KNOWN.values()} | {"sm_90": known("NVIDIA H200")}
+
+# Every branch of the bound and of the defaults; full attention in whole tiles compiles fastest.
+CASES = [
+    ("sm_86", "bf16", 64),
+    ("sm_86", "bf16", 256),
+    ("sm_86", "fp32", 128),
+    ("sm_90", "bf16", 64),
+    ("sm_90", "bf16", 256),
+    ("gfx942", "bf16", 64),
+    ("gfx942", "fp32", 256),
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "head_dim"), CASES)
+def test_each_kernel_of_the_default_fits_its_bound_and_hardly_spills(arch, dtype, head_dim):
+    gpu, p = TARGETS[arch], Problem("backward", dtype, 2, 8, 2, head_dim, 512, 512, causal=False)
+    config = FAMILY.default(p, gpu)
+    (_, kv, q), workspace_bytes = _compiled(p, config, gpu, with_lse=False, wide_rows=False)
+    bounds = backward_smem_bytes(p, config.as_dict(), gpu)
+    for kernel, bound in ((kv, bounds["dk and dv"]), (q, bounds["dq"])):
+        assert kernel.metadata.shared <= bound <= gpu.smem_per_block
+        if gpu.vendor == "nvidia":  # near enough to refuse nothing that would fit
+            assert bound <= 1.5 * kernel.metadata.shared
+        assert _resources(kernel, gpu)[1] <= FAMILY.max_spills
+    assert workspace_bytes == 2 * 4 * 2 * 8 * 512  # lse and delta in fp32, no more
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim"), [("sm_86", 256), ("sm_90", 64), ("sm_90", 256), ("gfx942", 128)]
+)
+def test_a_single_pass_fits_its_bound_and_hardly_spills(arch, head_dim):
+    gpu, p = TARGETS[arch], Problem("backward", "bf16", 2, 8, 2, head_dim, 512, 512, causal=False)
+    family = backward_single.FAMILY
+    config = family.default(p, gpu)
+    (_, kernel, _), workspace_bytes = _compiled(p, config, gpu, with_lse=False, wide_rows=False)
+    bound = backward_single_smem_bytes(p, config.as_dict(), gpu)
+    assert kernel.metadata.shared <= bound <= gpu.smem_per_block
+    if gpu.vendor == "nvidia":
+        assert bound <= 1.5 * kernel.metadata.shared
+    assert _resources(kernel, gpu)[1] <= family.max_spills
+    assert workspace_bytes == 4 * 2 * 8 * 512 * (2 + head_dim)  # and dq in fp32
+
+
+def test_lengths_and_head_counts_do_not_compile_another_kernel():
+    gpu = known("NVIDIA H200")
+    usual = Problem("backward", "bf16", 1, 8, 2, 64, 512, 512)
+    odd = Problem("backward", "bf16", 2, 7, 7, 64, 17, 1000)
+    config = FAMILY.default(usual, gpu)
+    one, other = (
+        _compiled(p, config, gpu, with_lse=False, wide_rows=False)[0] for p in (usual, odd)
+    )
+    assert [kernel.hash for kernel in one] == [kernel.hash for kernel in other]
