@@ -205,7 +205,8 @@ def _provenance(winners: Sequence[Winner]) -> list[str]:
 def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> str:
     """The kernels' texts, once each, and a table of integers a GPU and triton version."""
     used = {row.config.family for row in rows}
-    names = _names(used | {family.op for family in FAMILIES.values()})
+    # of each op the family whose default serves what no row does; a backward where one was tuned
+    names = _names(used | {"prefill", "decode"} | {FAMILIES[name].op for name in used})
     texts = {render(variant).name: render(variant).text for variant in names.values()}
     triton_of = {(w.gpu, w.decision.problem): w.toolchain.triton for w in winners}
     knobs = sorted({row.config.knobs for row in rows}, key=repr)

@@ -9,7 +9,7 @@ with the weights added.
 import difflib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -34,6 +34,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_PROBLEMS = 4096
 MAX_MISTAKES = 20  # of a file that is something else entirely, the first lines are enough
 INT32_MAX = 2**31 - 1  # lengths and counts are int32 on the device
+ENTRY_ONLY = ("weight", "training")  # what is not a problem's field, and no list
 SHARED_KEYS = ("num_heads", "num_kv_heads", "head_dim", "dtype")
 
 Item = TypeVar("Item")
@@ -105,7 +106,10 @@ class Model(_Strict):
 
 
 class PrefillEntry(Model):
-    """Prompts: `seqlen_q` tokens attending to `seqlen_k`, by default as many."""
+    """Prompts: `seqlen_q` tokens attending to `seqlen_k`, by default as many.
+
+    With `training` each is two problems: its backward is one of its own.
+    """
 
     batch: OneOrMany[Positive] = Field(default=[1])
     seqlen_q: OneOrMany[Positive]
@@ -119,6 +123,7 @@ class PrefillEntry(Model):
     alibi: OneOrMany[bool] = Field(default=[False])
     bias: OneOrMany[bool] = Field(default=[False])
     sinks: OneOrMany[bool] = Field(default=[False])
+    training: bool = False
     weight: Weight = 1.0
 
 
@@ -160,6 +165,7 @@ def _expand(file: str, parsed: WorkloadFile) -> dict[Problem, float]:
             absent = [key for key in SHARED_KEYS if key not in values]
             mistakes += [f"{where}: {key} is given neither here nor in model" for key in absent]
             size = math.prod(len(choices) for choices in values.values())
+            size *= 2 if _trains(entry) else 1
             if len(weights) + size > MAX_PROBLEMS:
                 raise WorkloadError(
                     f"{file}: {where}: its lists expand to {size} problems; "
@@ -167,7 +173,8 @@ def _expand(file: str, parsed: WorkloadFile) -> dict[Problem, float]:
                 )
             try:
                 for problem in () if absent else _problems(op, values):
-                    weights[problem] = weights.get(problem, 0.0) + entry.weight
+                    for each in _with_backward(problem, entry):
+                        weights[each] = weights.get(each, 0.0) + entry.weight
             except ProblemError as error:  # one mistake an entry: the rest of it is alike
                 mistakes.append(f"{where}: {error}")
     if not (weights or mistakes):
@@ -175,6 +182,14 @@ def _expand(file: str, parsed: WorkloadFile) -> dict[Problem, float]:
     if mistakes:
         raise _refusal(file, mistakes)
     return weights
+
+
+def _trains(entry: PrefillEntry | DecodeEntry) -> bool:
+    return isinstance(entry, PrefillEntry) and entry.training
+
+
+def _with_backward(problem: Problem, entry: PrefillEntry | DecodeEntry) -> tuple[Problem, ...]:
+    return (problem, replace(problem, op="backward")) if _trains(entry) else (problem,)
 
 
 def _refusal(file: str, mistakes: list[str]) -> WorkloadError:
@@ -185,7 +200,7 @@ def _refusal(file: str, mistakes: list[str]) -> WorkloadError:
 
 def _values(entry: PrefillEntry | DecodeEntry, model: Model) -> dict[str, list[Any]]:
     """The choices of each key that is given, by the entry or else by the model."""
-    given = [*model, *((key, choices) for key, choices in entry if key != "weight")]
+    given = [*model, *((key, choices) for key, choices in entry if key not in ENTRY_ONLY)]
     return {key: choices for key, choices in given if choices}
 
 

@@ -36,6 +36,7 @@ from .served import (
     served_before,
 )
 from .tally import last_tally
+from .training import asks_gradients, prefill_with_gradients
 from .varlen import prefill_packed
 
 PREFILL_OTHERS = (  # not served yet
@@ -100,6 +101,8 @@ def prefill(
     `cu_seqlens_k`, int32 or int64 (batch + 1,), say where each begins; none has more queries than
     `max_seqlen_q`, nor more keys than `max_seqlen_k`. Rows past the last one are not written.
     Never waits for the device, but to look at these with `check`.
+    Where the module carries a backward, `out` and `lse` are differentiable once with respect to q,
+    k and v, unless there is a window or what follows it above, or sequences are packed.
     Raises ProblemError naming an argument that does not fit or is not served yet.
     """
     others = (
@@ -140,6 +143,12 @@ def prefill(
         if launch_repeat(repeat, (q, k, v, result, lse, alibi_slopes, bias, sinks)):
             return (result, lse) if lse is not None else result
     modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks)
+    if asks_gradients(q, k, v):
+        refuse_arguments("prefill: with gradients", ("out",), (out,))
+        call = {"causal": causal, "window": window, "softmax_scale": softmax_scale}
+        attention = partial(prefill, **call, layout=layout, return_lse=True)
+        both = prefill_with_gradients(attention, q, k, v, causal, layout, modifiers, softmax_scale)
+        return both if return_lse else both[0]
     form = (key, *map(form_of, given))
     served = served_before(form)
     if served is None:

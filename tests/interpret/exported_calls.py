@@ -117,12 +117,18 @@ def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]
     )
 
 
-def main(module_path: str, cases_path: str, folder: str, device: str) -> None:
-    sys.modules["autoflash"] = None  # any import of it fails from here on
-    found = importlib.util.spec_from_file_location("attention_dispatch", module_path)
+def load_module(path):
+    """The exported module at `path`, as imported for the first time."""
+    found = importlib.util.spec_from_file_location("attention_dispatch", path)
     module = importlib.util.module_from_spec(found)
     sys.modules["attention_dispatch"] = module
     found.loader.exec_module(module)
+    return module
+
+
+def main(module_path: str, cases_path: str, folder: str, device: str) -> None:
+    sys.modules["autoflash"] = None  # any import of it fails from here on
+    module = load_module(module_path)
     assert not torch.cuda.is_initialized(), "importing the module started CUDA"
     for number, case in enumerate(json.loads(Path(cases_path).read_text())):
         tensors = make_tensors(case, device)

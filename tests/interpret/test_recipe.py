@@ -1,12 +1,10 @@
 """Calls of a form seen before: not planned again, right on other tensors, nothing kept alive."""
 
-import importlib.util
-import sys
 import weakref
 
 import pytest
 import torch
-from exported_calls import call, make_tensors
+from exported_calls import call, load_module, make_tensors
 
 from autoflash.accuracy import Budget
 from autoflash.export import export
@@ -29,12 +27,7 @@ def module(tmp_path):
     """The exported module of the shipped winners, as imported for the first time."""
     path = tmp_path / "attention_dispatch.py"
     path.write_text(export(shipped_winners()).text)
-    found = importlib.util.spec_from_file_location("attention_dispatch", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules["attention_dispatch"] = module
-    found.loader.exec_module(module)
-    return module
+    return load_module(path)
 
 
 def case_of(problem, seed):

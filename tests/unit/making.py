@@ -30,6 +30,10 @@ def decode_of(**changes) -> Problem:
     return prefill_of(**{"op": "decode", "seqlen_q": 1, **changes})
 
 
+def backward_of(**changes) -> Problem:
+    return prefill_of(**{"op": "backward", **changes})
+
+
 def candidates(problem: Problem, gpu: Gpu = H200) -> list[Config]:
     """Every valid config of the problem's first family."""
     family = serving(problem, gpu)[0]

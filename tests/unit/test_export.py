@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from making import CHAIN, H200, candidates, decode_of, prefill_of, winner_of
+from making import CHAIN, H200, backward_of, candidates, decode_of, prefill_of, winner_of
 
 from autoflash.config import Config
 from autoflash.errors import ExportError
@@ -48,6 +48,19 @@ def test_each_kernel_text_stands_once():
     text = export(winners).text
     texts = len(variants(FAMILIES["prefill"]))
     assert texts > 2 and text.count("def prefill_kernel(") == texts
+
+
+def test_the_backward_is_carried_where_one_was_tuned_and_nowhere_else():
+    forward = export([winner_of(prefill_of())]).text
+    assert "def backward_kv_kernel(" not in forward
+    assert ("backward",) not in selector_of(forward).tables.names
+    both = export([winner_of(prefill_of()), winner_of(backward_of(causal=False))]).text
+    assert both.count("def backward_kv_kernel(") == len(variants(FAMILIES["backward"])) == 2
+    selector = selector_of(both)
+    assert selector.choose(backward_of(causal=False), DEVICE).how == "exact"
+    untuned = selector.choose(backward_of(), DEVICE)
+    assert (untuned.how, untuned.family) == ("default", "backward")
+    assert selector.choose(prefill_of(causal=False), DEVICE).how == "default"  # of no forward
 
 
 def test_the_module_needs_no_autoflash_and_starts_no_cuda(tmp_path):

@@ -1,5 +1,6 @@
 """Workload files: what they mean, and every mistake told in one line with file, key and reason."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -272,6 +273,25 @@ def test_caches_and_their_pages_are_told_in_the_words_of_problem(tmp_path):
         (0, "none", "int8", "head"),
         (0, "none", "int8", "token"),
     ]
+
+
+def test_training_adds_the_backward_of_each_problem_with_its_weight(tmp_path):
+    trained = "{seqlen_q: [64, 128], training: true, weight: 3, causal: false}"
+    loaded = load(tmp_path, f"{MODEL}prefill: [{trained}, {{seqlen_q: 64, causal: false}}]")
+    told = [(p.op, p.seqlen_q, weight) for p, weight in loaded.problems]
+    assert told == [
+        ("prefill", 64, 4),
+        ("backward", 64, 3),
+        ("prefill", 128, 3),
+        ("backward", 128, 3),
+    ]
+    (forward, _), (backward, _) = loaded.problems[:2]
+    assert backward == replace(forward, op="backward")
+
+
+def test_training_is_a_word_of_an_entry_and_no_list(tmp_path):
+    with pytest.raises(WorkloadError, match=r"prefill\[0\]\.training: .* is not true or false"):
+        load(tmp_path, f"{MODEL}prefill: [{{seqlen_q: 64, training: [true]}}]")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
