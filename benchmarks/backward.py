@@ -1,0 +1,272 @@
+"""Backward beside SDPA (cuDNN, flash), FlexAttention and FlashAttention-4: one interleaved run.
+
+The problems of benchmarks/workloads/backward.yaml: 16384 tokens, 2048 / head_dim heads, bf16,
+causal and full, lengths 1024, 4096 and 16384. Each contender's own forward ran before; what is
+timed is torch.autograd.grad of its `out`, whole passes with statistics, zeroing and conversions.
+TFLOP/s count five products of the visible pairs, as for 2.5 forwards.
+"""
+
+import argparse
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from harness import arguments, geometric_mean, load_module, write_results
+from prefill import name_of, result_of
+from prefill_peers import PEERS
+
+from autoflash.accuracy import GradientBudget, Verdict
+from autoflash.bench import event_us
+from autoflash.gpu import detect
+from autoflash.gradients import Gradients
+from autoflash.inputs import Inputs, make_inputs
+from autoflash.peers import ours, peer_versions
+from autoflash.peers.contender import Maker, told
+from autoflash.problem import Problem
+from autoflash.records import Clocks
+from autoflash.roofline import floor
+from autoflash.telemetry import Telemetry
+from autoflash.turns import (
+    STEADY,
+    Call,
+    Pace,
+    ReadClocks,
+    Times,
+    buffer_sets,
+    rounds_of,
+    take_turns,
+)
+from autoflash.workload import load_workload
+
+WORKLOAD = Path(__file__).parent / "workloads" / "backward.yaml"
+# Who has a backward, and the layout in which its forward takes tensors as they are.
+LAYOUTS = {"cudnn": "bhsd", "flash": "bhsd", "flex_attention": "bhsd", "flash_attention_4": "bshd"}
+
+
+def main() -> None:
+    options = parsed()
+    gpu = detect()
+    problems = [p for p, _ in load_workload(options.workload).problems if p.op == "backward"]
+    named = {name_of(p): p for p in problems if options.cases in name_of(p)}
+    started = time.monotonic()
+    compile_ahead(named, options.module, options.processes)
+    module = load_module(options.module)
+    results = []
+    for name, problem in named.items():
+        sets = buffer_sets(floor(problem, gpu).bytes_moved, gpu.l2_bytes)
+        inputs = [make_inputs(problem, seed, "cuda") for seed in range(sets)]
+        calls, left_out, errors = admitted(name, inputs, makers_of(module))
+        times = timed(calls, 1e3 * options.gpu_ms)
+        result = result_of(name, problem, gpu, times, left_out, errors_over_eager=errors)
+        flex, own = times.get("flex_attention"), times["autoflash"]
+        result["over_flex"] = round(flex.median_us / own.median_us, 4) if flex else None
+        results.append(result)
+        rates = "  ".join(f"{each} {rate:.0f}" for each, rate in result["tflops"].items())
+        print(f"{name:18s} TFLOP/s {rates}  ratio {result['ratio']}")
+        for peer, reason in left_out.items():
+            print(f"    {peer} is left out: {reason}")
+        sys.stdout.flush()
+        del inputs, calls
+        gc.collect()
+        torch.cuda.empty_cache()
+    seconds = {"all": round(time.monotonic() - started)}
+    summary = {what: figures(results, what) for what in ("ratio", "over_flex")}
+    path = write_results("backward", results, peer_versions(), summary=summary, seconds=seconds)
+    print(summary)
+    print(path)
+
+
+def parsed() -> argparse.Namespace:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--workload", type=Path, default=WORKLOAD)
+    parser.add_argument(
+        "--gpu-ms", type=float, default=400.0, help="of GPU time for a contender of a case"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=8, help="that compile ahead of the timing; 0 for none"
+    )
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A contender: one call for each set of inputs, which gives its gradients, in `layout`."""
+
+    calls: list[Call]
+    layout: str
+
+    def gradients(self, inputs: Inputs) -> Gradients:
+        """What the first call gives, in the layout of the inputs' problem."""
+        same = self.layout == inputs.problem.layout
+        return Gradients(*(t if same else t.transpose(1, 2) for t in self.calls[0]()))
+
+
+def makers_of(module: ModuleType) -> dict[str, Callable[[list[Inputs]], Differentiated]]:
+    """Everyone who takes part, by name."""
+    peers = {
+        name: functools.partial(differentiated, PEERS[name], at) for name, at in LAYOUTS.items()
+    }
+    own = functools.partial(ours.prefill, module)
+    return {"autoflash": functools.partial(differentiated, own, None), **peers}
+
+
+def differentiated(make: Maker, layout: str | None, inputs: list[Inputs]) -> Differentiated:
+    """The backward of what `make` makes a contender's forward of; ours takes any layout."""
+    layout = layout or inputs[0].problem.layout
+    leaves = [leaves_of(one, layout) for one in inputs]
+    forward = make([one for one, _ in leaves])
+    calls = []
+    for number, (one, dout) in enumerate(leaves):
+        tensors, out = (one.q, one.k, one.v), forward.out(number)
+        calls.append(functools.partial(torch.autograd.grad, out, tensors, dout, retain_graph=True))
+    return Differentiated(calls, layout)
+
+
+def leaves_of(inputs: Inputs, layout: str) -> tuple[Inputs, torch.Tensor]:
+    """q, k and v as leaves that ask for gradients, contiguous in this layout; and `dout`."""
+    same = layout == inputs.problem.layout
+
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if same else tensor.transpose(1, 2).contiguous()
+
+    q, k, v = (laid_out(t).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    assert inputs.dout is not None
+    forward = replace(inputs.problem, op="prefill", layout=layout)
+    return Inputs(forward, q, k, v), laid_out(inputs.dout)
+
+
+def admitted(
+    name: str,
+    inputs: list[Inputs],
+    makers: Mapping[str, Callable[[list[Inputs]], Differentiated]],
+) -> tuple[dict[str, list[Call]], dict[str, str], dict[str, float]]:
+    """Calls of those whose gradients are right; why others are left out; errors over the eager's.
+
+    Raises SystemExit when it is autoflash that is left out.
+    """
+    judge = referee(inputs[0])
+    calls, left_out, errors = {}, {}, {}
+    for contender, make in makers.items():
+        try:
+            made = make(inputs)
+            verdict = judge(made.gradients(inputs[0]))
+        except Exception as error:  # a peer may raise anything: it is named with it
+            left_out[contender] = told(error)
+            continue
+        errors[contender] = round(verdict.max_ratio, 3)
+        if verdict.correct:
+            calls[contender] = made.calls
+        else:
+            left_out[contender] = f"wrong: {verdict.reason}"
+    if "autoflash" in left_out:
+        raise SystemExit(f"error: {name}: autoflash: {left_out['autoflash']}")
+    return calls, left_out, errors
+
+
+def referee(inputs: Inputs) -> Callable[[Gradients], Verdict]:
+    """Judges by the error budget of the last sequence's last KV head and its query heads."""
+    p = inputs.problem
+    one = replace(p, batch=1, num_heads=p.group_size, num_kv_heads=1)
+    q, k, v, dout = (_last_heads(p, t) for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    budget = GradientBudget(Inputs(one, q, k, v, dout=dout))
+
+    def judge(gradients: Gradients) -> Verdict:
+        if not all(each.isfinite().all() for each in gradients):
+            return Verdict("a gradient is not finite", 0.0, 0.0, 0.0)
+        return budget.judge(Gradients(*(_last_heads(p, each) for each in gradients)))
+
+    return judge
+
+
+def _last_heads(problem: Problem, tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    axis = 2 if problem.layout == "bshd" else 1
+    heads = max(1, tensor.shape[axis] // problem.num_kv_heads)
+    return tensor[-1:].narrow(axis, tensor.shape[axis] - heads, heads)
+
+
+class QueuedBurst:
+    """Calls queued one by one, untimed first: autograd runs on the stream of the forward, which no
+    graph captures. The host stays ahead, or the burst is refused."""
+
+    regime = "stream"
+
+    def __init__(self, calls: Sequence[Call], pace: Pace) -> None:
+        self._calls = calls
+        call_us = min(event_us(call) for call in (list(calls) * 3)[:3])
+        self._lead, self._timed = (
+            max(1, round(us / call_us)) for us in (pace.lead_us, pace.timed_us)
+        )
+        self.turn_us = (self._lead + self._timed) * call_us
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        self._queue(self._timed)
+        host_us = 1e6 * (time.perf_counter() - started)
+        if host_us > 0.8 * self.turn_us:
+            raise SystemExit(f"error: the host queues a call in {host_us / self._timed:.0f} us")
+        torch.cuda.synchronize()
+
+    def _queue(self, launches: int) -> None:
+        for i in range(launches):
+            self._calls[i % len(self._calls)]()
+
+    def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]:
+        self._queue(self._lead)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self._queue(self._timed)
+        end.record()
+        read = clocks()  # while the timed calls run
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / self._timed, read
+
+
+def timed(calls: Mapping[str, Sequence[Call]], gpu_us: float) -> dict[str, Times]:
+    """Times of each contender, all measured in turn; about `gpu_us` of GPU time each."""
+    telemetry = Telemetry(str(torch.cuda.get_device_properties(0).uuid))
+    bursts = {name: QueuedBurst(each, STEADY) for name, each in calls.items()}
+    return take_turns(bursts, rounds_of(list(bursts.values()), gpu_us), telemetry.clocks)
+
+
+def compile_ahead(problems: Mapping[str, Problem], module: Path, processes: int) -> None:
+    """Have processes fill the caches on disk of what compiles for each shape, one call each."""
+    if not processes:
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        jobs = {
+            (name, contender): pool.submit(call_once, contender, problem, module)
+            for name, problem in problems.items()
+            for contender in ("flex_attention", "autoflash")
+        }
+        for (name, contender), job in jobs.items():
+            error = job.exception()
+            if error:  # what is wrong shows again, and counts, where it is timed
+                print(f"not compiled ahead: {name}, {contender}: {told(error)}", file=sys.stderr)
+
+
+def call_once(contender: str, problem: Problem, module: Path) -> None:
+    """One call of a contender, for what it leaves in the caches on disk."""
+    makers_of(load_module(module))[contender]([make_inputs(problem, 0, "cuda")]).calls[0]()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # the other processes have cases of their own on the same card
+
+
+def figures(results: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
+    """Geometric mean and worst of a ratio over the cases that have it."""
+    ratios = {each["case"]["name"]: each[what] for each in results if each[what]}
+    worst = min(ratios, key=lambda name: ratios[name], default="")
+    mean = round(geometric_mean(list(ratios.values())), 4)
+    return {"cases": len(ratios), "geometric_mean": mean, "worst": ratios.get(worst), "case": worst}
+
+
+if __name__ == "__main__":
+    main()
