@@ -110,11 +110,11 @@ def is_plain(variant: Variant) -> bool:
 
 
 def compiled_for(variant: Variant) -> tuple[str, ...]:
-    """All targets for plain ones; others on the oldest and the measured, with many on AMD's too."""
+    """All targets for plain ones; others on the oldest and the measured, some on AMD's too."""
     if is_plain(variant):
         return ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-    many = len(switches(variant) - {"causal", "paged"}) > 2
-    return ("sm_80", "sm_90", "gfx942") if many else ("sm_80", "sm_90")
+    some = len(switches(variant) - {"causal", "paged"}) > 2 or variant.op == "backward"
+    return ("sm_80", "sm_90", "gfx942") if some else ("sm_80", "sm_90")
 
 
 COMPILED = [
