@@ -370,6 +370,7 @@ def result_of(
             )
         raise SearchError(f"no winner was stored: {undecided[0][1]}")
     places = {problem: place for place, (problem, _) in enumerate(workload.problems)}
+    curves = store.anytime(run_id)
     return TuneResult(
         gpu=lab.gpu,
         toolchain=toolchain,
@@ -381,5 +382,5 @@ def result_of(
         reused=lab.journal.reused,
         seconds=lab.limit.elapsed_s,
         busy=shares_of(of_gpus),
-        anytime=tuple((p, tuple(points)) for p, points in store.anytime(run_id).items()),
+        anytime=tuple((p, tuple(curves[p])) for p in sorted(curves, key=places.__getitem__)),
     )

@@ -48,8 +48,9 @@ def test_a_driver_that_refuses_says_why_and_nothing_is_reset(notes):
 
 
 SCRIPT = """
-import os, time
+import os, signal, time
 from autoflash.clocks import clock_locked
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 with clock_locked("card") as lock:
     print(lock.mhz, flush=True)
     time.sleep(1000)
@@ -69,7 +70,7 @@ def test_a_killed_process_gives_the_clock_back(notes, number):
     )
     assert process.stdout.readline() == "1500\n"
     os.killpg(process.pid, number)
-    process.communicate()
+    process.communicate(timeout=60)
     end = time.monotonic() + 10
     while not notes.read_text().endswith("reset\n") and time.monotonic() < end:
         time.sleep(0.02)
