@@ -104,9 +104,11 @@ def switches(variant: Variant) -> set[str]:
 def is_plain(variant: Variant) -> bool:
     """Whether it is one of the texts that the others are made from by switches.
 
-    A backward is made from its prefill's, and takes three times as long to compile.
+    A backward is made from its prefill's, and takes three times as long to compile; decode_last
+    ends decode's kernel in another way.
     """
-    return switches(variant) <= {"causal", "paged"} and variant.op != "backward"
+    made = variant.op == "backward" or variant.family == "decode_last"
+    return switches(variant) <= {"causal", "paged"} and not made
 
 
 def meets_others(variant: Variant) -> bool:
