@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 WORKLOAD ?= examples/quickstart.yaml
 EFFORT ?= quick
 
-.PHONY: tune test test-gpu mutate soak soak-decode lint golden docs clean environment environment-dev
+.PHONY: tune test test-slow test-gpu mutate soak soak-decode lint golden docs clean environment environment-dev
 
 # Tune a small workload, export the module, and check it against torch's SDPA.
 tune: environment
@@ -15,10 +15,15 @@ tune: environment
 	.venv/bin/autoflash export --db out/tune.db --allow-predicted -o out/attention_dispatch.py > out/export.txt
 	$(RUN) examples/check_against_sdpa.py out/attention_dispatch.py $(WORKLOAD)
 
-# The whole CPU suite. A process either compiles kernels or interprets them, so it takes two.
+# The CPU suite. A process either compiles kernels or interprets them, so it takes two.
 test: environment-dev
-	$(RUN) -m pytest -n $(JOBS) -m "not gpu" --ignore tests/interpret
-	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) tests/interpret
+	$(RUN) -m pytest -n $(JOBS) -m "not gpu and not slow" --ignore tests/interpret
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) -m "not slow" tests/interpret
+
+# What `make test` leaves out: features beside the main job, other targets and sizes.
+test-slow: environment-dev
+	$(RUN) -m pytest -n $(JOBS) -m "slow and not gpu" --ignore tests/interpret
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(JOBS) -m slow tests/interpret
 
 test-gpu: environment-dev
 	$(RUN) -m pytest -m gpu tests

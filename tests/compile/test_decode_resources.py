@@ -45,6 +45,7 @@ BOUNDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BOUNDED, ids=str)
 def test_the_bound_of_shared_memory_holds_and_is_near(case: tuple) -> None:
     arch, dtype, head_dim, num_heads, *values = case
@@ -63,6 +64,7 @@ SEVERAL_QUERIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SEVERAL_QUERIES, ids=str)
 def test_the_bound_of_shared_memory_holds_for_several_query_tokens(case: tuple) -> None:
     arch, dtype, head_dim, seqlen_q, *values = case
@@ -83,6 +85,7 @@ QUANTISED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QUANTISED, ids=str)
 def test_the_bound_of_shared_memory_holds_for_quantised_caches(case: tuple) -> None:
     arch, dtype, head_dim, seqlen_q, kv_dtype, kv_scales, *values = case

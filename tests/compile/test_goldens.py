@@ -123,8 +123,12 @@ def compiled_for(variant: Variant) -> tuple[str, ...]:
     return ("sm_80", "sm_90", "gfx942") if meets_others(variant) else ("sm_90",)
 
 
+def marks_of(variant: Variant) -> tuple[pytest.MarkDecorator, ...]:
+    return () if is_plain(variant) else (pytest.mark.slow,)
+
+
 COMPILED = [
-    pytest.param(variant, arch, id=f"{variant.name}-{arch}")
+    pytest.param(variant, arch, id=f"{variant.name}-{arch}", marks=marks_of(variant))
     for variant in GOLDEN_VARIANTS
     for arch in compiled_for(variant)
     if FAMILIES[variant.family] in serving(problem_of(variant), TARGETS[arch])
@@ -149,6 +153,7 @@ SCARCE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "dtype", "head_dim"), SCARCE)
 def test_wide_types_and_odd_head_dims_fit_where_shared_memory_is_scarce(variant, dtype, head_dim):
     gpu, family = TARGETS["sm_86"], FAMILIES[variant.family]

@@ -59,6 +59,7 @@ BOUNDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BOUNDED, ids=str)
 def test_the_bound_of_shared_memory_holds_and_is_near(case: tuple) -> None:
     arch, dtype, head_dim, *values = case
@@ -80,6 +81,7 @@ BIASED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BIASED, ids=str)
 def test_the_bound_holds_with_a_bias_under_a_window(case: tuple) -> None:
     arch, dtype, head_dim, *values = case

@@ -29,6 +29,7 @@ H200 = gpus.known("NVIDIA_H200")
 
 # numpy warns of exponentials of scores that the mask hides, and of what comes of them
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),
 ]

@@ -12,6 +12,8 @@ from autoflash.inputs import KV_TORCH_DTYPES, POISON_PAGE, Inputs, make_inputs
 from autoflash.predict import InterpretedDevice
 from autoflash.problem import Problem
 
+pytestmark = pytest.mark.slow
+
 each_schedule = pytest.mark.parametrize(
     "config", [config("split"), config("group")], ids=["split", "group"]
 )

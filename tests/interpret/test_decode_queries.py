@@ -20,6 +20,8 @@ from decoding import (
 from autoflash.config import Config
 from autoflash.inputs import POISON_PAGE, make_inputs
 
+pytestmark = pytest.mark.slow
+
 
 @every_config
 @pytest.mark.parametrize("page_size", [0, 16])

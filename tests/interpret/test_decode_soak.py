@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
 
 import soak_decode
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rounds_find_nothing(seed: int) -> None:

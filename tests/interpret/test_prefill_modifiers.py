@@ -23,7 +23,10 @@ MODIFIERS = ("softcap", "alibi", "bias", "sinks")
 ON = [sample for sample in samples(FAMILY) if sample.modifiers]
 
 # numpy warns of the -inf that the lse of a row without a visible key is
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),
+]
 
 
 def config(**changed: int | str) -> Config:

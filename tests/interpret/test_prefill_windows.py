@@ -20,7 +20,10 @@ WINDOWS = [(left, -1) for left in WIDTHS] + [(-1, right) for right in WIDTHS[1:]
 WINDOWS += [(0, 1), (1, 63), (63, 64), (64, 65), (65, 0), (31, 500), (500, 1)]
 
 # numpy warns of the -inf that the lse of a row without a visible key is
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),
+]
 
 
 def config(**changed: int | str) -> Config:
