@@ -4,8 +4,6 @@ import contextlib
 from functools import cache
 from typing import Any
 
-from triton.backends.nvidia import driver as nvidia
-
 
 def build_launcher(kernel: Any) -> None:
     """Leave the compiled kernel's launcher in triton's cache; its first launch runs a C compiler.
@@ -15,13 +13,17 @@ def build_launcher(kernel: Any) -> None:
     """
     if kernel.metadata.target.backend != "cuda" or not _driver_is_installed():
         return
+    from triton.backends.nvidia.driver import CudaLauncher
+
     with contextlib.suppress(Exception):  # whatever is wrong, the launch meets it again and tells
-        nvidia.CudaLauncher(kernel.src, kernel.metadata)
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 @cache
 def _driver_is_installed() -> bool:
     try:
-        return bool(nvidia.libcuda_dirs())
-    except Exception:  # an assertion of triton's, or no ldconfig, or another triton
+        from triton.backends.nvidia.driver import CudaLauncher, libcuda_dirs
+
+        return bool(CudaLauncher and libcuda_dirs())
+    except Exception:  # an assertion of triton's, no ldconfig, or a triton of another vendor
         return False

@@ -182,7 +182,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 
 def test_more_effort_never_measures_less():
-    quick, standard, most = (EFFORTS[name] for name in ("quick", "standard", "max"))
+    quick, standard, most = EFFORTS.values()
     for less, more in ((quick, standard), (standard, most)):
         assert less.max_candidates < more.max_candidates
         assert less.rounds < more.rounds and less.finalists < more.finalists
