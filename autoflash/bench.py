@@ -1,9 +1,10 @@
 """Bench: the timing protocol. CUDA graphs of calls over rotating buffers; microseconds per call."""
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,9 @@ CACHE_MULTIPLE = 2  # rotating buffers together exceed the last-level cache this
 MOST_SETS = 512  # tiny problems: more buffers than this take longer to make than to time
 MEMORY_SHARE = 0.6  # of the free memory that the buffers of one problem may take
 SAMPLE_US = 400.0  # shorter samples are made of several replays
-# Clocks the GPU is kept busy while the host queues what is timed: 50 us for a graph's launch, half
-# a millisecond for a call, whose plan and launches took the host up to 300 us beside an H200; two
-# where the host was later than that.
+# Clocks the GPU is kept busy while the host queues what is timed: 50 us for the launch of a graph or of
+# bound kernels; half a millisecond for a call of triton's, which took the host up to 300 us
+# beside an H200; two where the host was later than that.
 GRAPH_LEAD_CYCLES, CALL_LEAD_CYCLES = 100_000, 1_000_000
 PATIENT_LEAD_CYCLES = 4_000_000
 EAGER_GROUPS = 5
@@ -66,23 +67,26 @@ class GpuClock:
 GPU_CLOCK = GpuClock()  # a process has one GPU
 
 
-def event_us(
-    work: Callable[[], None],
-    lead_cycles: int = CALL_LEAD_CYCLES,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> float:
-    """GPU time of `work`, which the host queues while the GPU waits `lead_cycles`.
+def event_us(work: Callable[[], None], lead_cycles: int = CALL_LEAD_CYCLES) -> float:
+    """GPU time of `work`, which the host queues while the GPU waits `lead_cycles`."""
+    return events_us([work], lead_cycles)[0]
 
-    The host does `meanwhile` while the GPU works.
-    """
+
+def events_us(
+    works: Sequence[Callable[[], None]],
+    lead_cycles: int,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """GPU time of each, one right after another; the host does `meanwhile` while the GPU works."""
     torch.cuda._sleep(lead_cycles)
-    start = _recorded_event()
-    work()
-    end = _recorded_event()
+    events = [_recorded_event()]
+    for work in works:
+        work()
+        events.append(_recorded_event())
     meanwhile()
-    taken_us = _elapsed_us(start, end)
-    GPU_CLOCK.seconds += taken_us / 1e6
-    return taken_us
+    taken = [_elapsed_us(*pair) for pair in itertools.pairwise(events)]
+    GPU_CLOCK.seconds += sum(taken) / 1e6
+    return taken
 
 
 def _recorded_event() -> torch.cuda.Event:
@@ -120,14 +124,27 @@ class CallGraph:
     def replay(self) -> None:
         self._graph.replay()
 
-    def sample(self, replays: int = 1, meanwhile: Callable[[], None] = lambda: None) -> float:
-        """Microseconds per call over some replays, one after another; see `event_us`."""
+    def sample(self, replays: int = 1) -> float:
+        """Microseconds per call over some replays, one after another."""
+        return sampled([(self, replays)])[0]
 
+
+def sampled(
+    graphs: Sequence[tuple[CallGraph, int]], meanwhile: Callable[[], None] = lambda: None
+) -> list[float]:
+    """A sample of each (graph, replays), in microseconds per call, with no pause between them."""
+
+    def replaying(graph: CallGraph, replays: int) -> Callable[[], None]:
         def work() -> None:
             for _ in range(replays):
-                self._graph.replay()
+                graph.replay()
 
-        return event_us(work, GRAPH_LEAD_CYCLES, meanwhile) / (replays * self.calls)
+        return work
+
+    taken = events_us([replaying(*each) for each in graphs], GRAPH_LEAD_CYCLES, meanwhile)
+    return [
+        us / (replays * graph.calls) for us, (graph, replays) in zip(taken, graphs, strict=True)
+    ]
 
 
 def replays_for(call_us: float, calls: int) -> int:

@@ -1,5 +1,6 @@
 """Contest: one problem's candidates screened, the finalists timed side by side, one chosen."""
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -102,10 +103,11 @@ class Contest:
         limit = self._limit.share(1 / SCREENING_SHARE)
         batch, done = next(proposals), 0
         while batch:
-            total = done + len(batch)
+            total, waiting = done + len(batch), list(batch)
             for config in self._entrants.ready(self._problem, batch, limit):
                 before_us = self._best_us()
-                self._screen(config)
+                waiting.remove(config)
+                self._screen(config, self._entrants.first_compiled(waiting))
                 done += 1
                 self._tell(done, total)
                 if self._best_us() < before_us:
@@ -130,8 +132,11 @@ class Contest:
         """The best time so far, infinite before there is one."""
         return min((t.median_us or 0.0 for t in self._screened.values()), default=float("inf"))
 
-    def _screen(self, config: Config) -> None:
-        """The lowest rung of a candidate that is right, unless an earlier trial is known."""
+    def _screen(self, config: Config, ahead: Config | None = None) -> None:
+        """The lowest rung of a candidate that is right, unless an earlier trial is known.
+
+        `ahead` will be the next one, it seems.
+        """
         started = time.monotonic()
         earlier = self._lab.journal.screened(self._problem, config)
         if not self._entrants.admit(self._problem, config):
@@ -139,7 +144,8 @@ class Contest:
         if earlier is not None:
             self._screened[config] = earlier
         else:
-            self._time(config, self._lab.effort.rungs[0], self._lab.effort.first_cap_us, started)
+            effort = self._lab.effort
+            self._time(config, effort.rungs[0], effort.first_cap_us, started, ahead)
 
     def _sharpen(self) -> None:
         """The higher rungs: more samples for those whose times overlap the best's."""
@@ -152,16 +158,24 @@ class Contest:
                 if trial.samples < min(samples, int(effort.cap_us / (trial.median_us or 1.0)))
             ]
             self._entrants.wait_for(again, self._limit)
-            for config in again:
-                if not self._limit.over:
-                    self._time(config, samples, effort.cap_us, time.monotonic())
+            for config, ahead in itertools.pairwise([*again, None]):
+                if config is not None and not self._limit.over:
+                    self._time(config, samples, effort.cap_us, time.monotonic(), ahead)
 
-    def _time(self, config: Config, samples: int, cap_us: float, started: float) -> None:
+    def _time(
+        self,
+        config: Config,
+        samples: int,
+        cap_us: float,
+        started: float,
+        ahead: Config | None,
+    ) -> None:
         """A trial of so many samples; its work, a check perhaps, began at `started`."""
         lab = self._lab
         self._prepare()
         try:
-            timing = lab.worker.screen(config, samples, cap_us, GIVE_UP * self._best_us())
+            give_up_us = GIVE_UP * self._best_us()
+            timing = lab.worker.screen(config, samples, cap_us, give_up_us, ahead)
         except Failure as failure:
             self._screened.pop(config, None)
             seconds = time.monotonic() - started

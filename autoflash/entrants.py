@@ -52,6 +52,11 @@ class Binary:
     asked_at: str
     compiled_at: str = ""
 
+    @property
+    def compiled(self) -> bool:
+        done = self.future.done() and not self.future.cancelled()
+        return done and self.future.exception() is None
+
     def note_end(self, _: Future[Resources]) -> None:
         self.compiled_at = _now()
 
@@ -152,6 +157,14 @@ class Entrants:
         binary = self._binaries[compiled] = Binary(future, asked_at)
         future.add_done_callback(binary.note_end)
         return binary
+
+    def first_compiled(self, configs: Sequence[Config]) -> Config | None:
+        """The first of those asked for that has been compiled."""
+        for config in configs:
+            binary = self._asked.get(config)
+            if binary is not None and binary.compiled:
+                return config
+        return None
 
     def is_out(self, problem: Problem, config: Config) -> bool:
         """Whether an earlier failure speaks against trying the config on this problem."""

@@ -13,6 +13,7 @@ from autoflash.gpu import Gpu
 from autoflash.groups import digest_of
 from autoflash.problem import Problem
 from autoflash.records import Winner
+from autoflash.rounds import one_round
 from autoflash.toolchain import Toolchain
 from autoflash.worker import Worker
 
@@ -145,12 +146,12 @@ def _rounds(
     samples: dict[Config, list[float]] = {config: [] for config in configs}
     order = random.Random(seed)
     for _ in range(effort.rounds):
-        for config in order.sample(sorted(samples), len(samples)):
-            try:
-                microseconds, _ = worker.sample(config)
-                samples[config].append(microseconds)
-            except Failure as failure:
-                failed[config] = str(failure)
-                del samples[config]
+        configs = order.sample(sorted(samples), len(samples))
+        row, failing, _ = one_round(worker, configs, effort.sample_cap_us)
+        for config, failure in failing.items():
+            failed[config] = str(failure)
+            del samples[config]
+        for config, microseconds in row.items():
+            samples[config].append(microseconds)
     worker.disarm()
     return samples

@@ -12,6 +12,7 @@ from autoflash.effort import TimeLimit
 from autoflash.entrants import Entrants, Lab
 from autoflash.problem import Problem
 from autoflash.records import Clocks, Trial
+from autoflash.worker import Worker
 
 BRAKED_TRIES = 2  # rounds tried for each round wanted, where heat or power spoil some
 PROLONGED = 7  # times at most that a final goes on, as long as it was, for those left unsettled
@@ -103,18 +104,39 @@ class Race:
 
     def _round(self, configs: list[Config]) -> tuple[dict[Config, float], bool]:
         """A sample of each that does not fail, and whether heat or power slowed any."""
-        row: dict[Config, float] = {}
-        braked = False
-        for config in configs:
-            started = time.monotonic()
-            try:
-                row[config], slowed = self._lab.worker.sample(config)
-                braked |= slowed
-            except Failure as failure:
-                seconds = time.monotonic() - started
-                self._entrants.fail(self._problem, config, self._stage, failure, seconds)
-                del self.samples[config]
+        started = time.monotonic()
+        lab = self._lab
+        row, failed, braked = one_round(lab.worker, configs, lab.effort.sample_cap_us)
+        for config, failure in failed.items():
+            seconds = time.monotonic() - started
+            self._entrants.fail(self._problem, config, self._stage, failure, seconds)
+            del self.samples[config]
         return row, braked
+
+
+def one_round(
+    worker: Worker, configs: Sequence[Config], cap_us: float
+) -> tuple[dict[Config, float], dict[Config, Failure], bool]:
+    """A sample of each armed config, those that failed, and whether heat or power slowed any.
+
+    They run one right after another; where that fails, each by itself, to find out whose fault it
+    is.
+    """
+    try:
+        taken, braked = worker.sample(configs)
+        return dict(zip(configs, taken, strict=True)), {}, braked
+    except Failure:
+        row: dict[Config, float] = {}
+        failed: dict[Config, Failure] = {}
+    braked = False
+    for config in configs:
+        try:
+            worker.arm(config, cap_us)
+            (row[config],), slowed = worker.sample([config])
+            braked |= slowed
+        except Failure as failure:
+            failed[config] = failure
+    return row, failed, braked
 
 
 def _prolong(race: Race, rounds: int, limit: TimeLimit) -> None:

@@ -2,8 +2,8 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from triton.compiler.errors import CompilationError
@@ -11,7 +11,9 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from autoflash.accuracy import Judge, Verdict, budget_of
 from autoflash.bench import (
+    CALL_LEAD_CYCLES,
     GPU_CLOCK,
+    GRAPH_LEAD_CYCLES,
     PATIENT_LEAD_CYCLES,
     CallGraph,
     Timing,
@@ -20,6 +22,7 @@ from autoflash.bench import (
     event_us,
     graph_cap_us,
     replays_for,
+    sampled,
     sets_needed,
 )
 from autoflash.check import Checker, sample_rows
@@ -30,13 +33,21 @@ from autoflash.inputs import Inputs, make_inputs, packed_lengths, sequence_lengt
 from autoflash.kernel import Result, machines_fault, new_results
 from autoflash.problem import Problem
 from autoflash.records import Clocks
-from autoflash.runtime.launch import run_plan
+from autoflash.runtime.bound import BoundRecipe, bind_recipe
+from autoflash.runtime.launch import compile_plan, run_plan
 from autoflash.runtime.recipe import Recipe, learn_recipe
 from autoflash.telemetry import Telemetry
 from autoflash.toolchain import Toolchain, detect_toolchain
 
 BUDGETS_KEPT = 64
 DROP_SLACK_US = 20.0  # a lone call finds cold caches and gaps between its launches
+
+
+class Ready(NamedTuple):
+    """How a config's calls are launched: as the exported module would where they can be bound."""
+
+    recipe: Recipe | None
+    bound: BoundRecipe | None
 
 
 class CudaDevice(Checker):
@@ -55,7 +66,7 @@ class CudaDevice(Checker):
         self._telemetry = Telemetry(self._uuid)
         self._sets: list[tuple[Inputs, Result]] = []
         self._graphs: dict[Config, tuple[CallGraph, int]] = {}
-        self._recipes: dict[Config, Recipe | None] = {}
+        self._readied: dict[Config, Ready] = {}
         self._prepared: tuple[Problem, int] | None = None
         # of rows of a prepared problem, which is prepared again when its group is timed
         self._budgets: dict[tuple[object, ...], Judge] = {}
@@ -89,15 +100,21 @@ class CudaDevice(Checker):
 
     def release(self) -> None:
         self._graphs.clear()
-        self._recipes.clear()
+        self._readied.clear()
         self._sets.clear()
         gc.collect()
         torch.cuda.empty_cache()
 
-    def screen(self, config: Config, samples: int, cap_us: float, give_up_us: float) -> Timing:
+    def screen(
+        self,
+        config: Config,
+        samples: int,
+        cap_us: float,
+        give_up_us: float,
+        ahead: Config | None = None,
+    ) -> Timing:
         with failures():
-            self._call(config, 0)  # compiles or loads the kernels
-            call_us = event_us(lambda: self._call(config, 1))
+            call_us = self._first_us(config)
             give_up_us += DROP_SLACK_US
             if call_us > give_up_us:  # or the host was late: no candidate is dropped for that
                 call_us = event_us(lambda: self._call(config, 1), PATIENT_LEAD_CYCLES)
@@ -108,11 +125,17 @@ class CudaDevice(Checker):
             graph = self._graph(config, call_us, graph_cap_us(cap_us, samples))
             if graph.calls > 1:
                 call_us = graph.sample()  # warms caches and clock, and measures without the host
-            affordable = int(cap_us / max(call_us * graph.calls, 1.0))
-            replays = replays_for(call_us, graph.calls)
-            taken = [graph.sample(replays) for _ in range(min(samples, affordable) - 1)]
+            affordable = int(cap_us / max(call_us * graph.calls, 1.0)) - 1
+            each = (graph, replays_for(call_us, graph.calls))
             clocks: list[Clocks] = []
-            taken.append(graph.sample(replays, lambda: clocks.append(self._telemetry.clocks())))
+
+            def meanwhile() -> None:
+                clocks.append(self._telemetry.clocks())
+                if ahead is not None:
+                    with contextlib.suppress(Exception):  # its own turn will tell
+                        self._ready(ahead)
+
+            taken = sampled([each] * max(1, min(samples, affordable)), meanwhile)
             return Timing(tuple(taken), clocks[0])
 
     def check_full(self, config: Config, seed: int) -> Verdict:
@@ -128,19 +151,17 @@ class CudaDevice(Checker):
 
     def arm(self, config: Config, cap_us: float) -> None:
         with failures():
-            self._call(config, 0)
-            call_us = event_us(lambda: self._call(config, 1))
+            call_us = self._first_us(config)
             graph = self._graph(config, call_us, cap_us)
             if graph.calls > 1:
                 call_us = graph.sample()
             self._graphs[config] = (graph, replays_for(call_us, graph.calls))
 
-    def sample(self, config: Config) -> tuple[float, bool]:
+    def sample(self, configs: Sequence[Config]) -> tuple[list[float], bool]:
         with failures():
-            graph, replays = self._graphs[config]
             braked: list[bool] = []
-            us = graph.sample(replays, lambda: braked.append(self._telemetry.braked()))
-            return us, braked[0]
+            graphs = [self._graphs[config] for config in configs]
+            return sampled(graphs, lambda: braked.append(self._telemetry.braked())), braked[0]
 
     def disarm(self) -> Clocks:
         self._graphs.clear()
@@ -148,9 +169,7 @@ class CudaDevice(Checker):
 
     def eager(self, config: Config, calls: int, cap_us: float) -> Timing:
         with failures():
-            self._call(config, 0)
-            call_us = event_us(lambda: self._call(config, 1))
-            affordable = max(1, int(cap_us / call_us))
+            affordable = max(1, int(cap_us / self._first_us(config)))
             with GPU_CLOCK.counting():
                 taken = eager_samples(lambda i: self._call(config, i), min(calls, affordable))
             return Timing(taken, self._telemetry.clocks())
@@ -163,19 +182,45 @@ class CudaDevice(Checker):
         free_bytes, _ = torch.cuda.mem_get_info()
         return sets_needed(set_bytes, self._gpu.l2_bytes, free_bytes + set_bytes * len(self._sets))
 
+    def _first_us(self, config: Config) -> float:
+        """Microseconds of a lone call, of kernels that are loaded."""
+        ready = self._ready(config)
+        if ready.bound is None:
+            self._call(config, 0)  # loads them
+            return event_us(lambda: self._call(config, 1), CALL_LEAD_CYCLES)
+        return event_us(lambda: self._call(config, 1), GRAPH_LEAD_CYCLES)
+
     def _call(self, config: Config, i: int) -> None:
-        """Launch a config on one of the sets. They are alike: what is planned serves them all."""
-        inputs, out = self._sets[i % len(self._sets)]
-        written = (out,) if isinstance(out, torch.Tensor) else out
-        tensors = (*vars(inputs).values(), *written)
-        recipe = self._recipes.get(config)
-        if recipe:
-            run_plan(recipe.plan(tensors, _workspace))
+        """Launch a config on one of the sets."""
+        tensors = self._tensors(i)
+        ready = self._ready(config)
+        if ready.bound is not None and ready.bound.launch(tensors):
             return
-        plan, self._recipes[config] = learn_recipe(
-            lambda noted: self.plan(inputs, config, out, None, noted), tensors, _workspace
-        )
-        run_plan(plan)
+        if ready.recipe is not None:
+            run_plan(ready.recipe.plan(tensors, _workspace))
+            return
+        inputs, out = self._sets[i % len(self._sets)]
+        run_plan(self.plan(inputs, config, out, None))
+
+    def _ready(self, config: Config) -> Ready:
+        """The config planned and, where its kernels can be bound, loaded; nothing is launched.
+
+        The sets are alike: what is planned for one serves them all.
+        """
+        if config not in self._readied:
+            inputs, out = self._sets[0]
+            tensors = self._tensors(0)
+            plan, recipe = learn_recipe(
+                lambda noted: self.plan(inputs, config, out, None, noted), tensors, _workspace
+            )
+            bound = recipe and bind_recipe(recipe, compile_plan(plan), tensors)
+            self._readied[config] = Ready(recipe, bound)
+        return self._readied[config]
+
+    def _tensors(self, i: int) -> tuple[Any, ...]:
+        """What a plan on one of the sets names."""
+        inputs, out = self._sets[i % len(self._sets)]
+        return (*vars(inputs).values(), *((out,) if isinstance(out, torch.Tensor) else out))
 
     def _graph(self, config: Config, call_us: float, cap_us: float) -> CallGraph:
         calls = calls_in_graph(call_us, len(self._sets), cap_us)

@@ -1,7 +1,7 @@
 """Worker: the process that holds a GPU, seen from the parent, which never touches CUDA."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -49,8 +49,13 @@ class Device(CheckingDevice, Protocol):
         """Make the rotating buffers of this problem, in place of the last one's."""
         ...
 
-    def screen(self, config: Config, samples: int, cap_us: float, give_up_us: float) -> Timing:
-        """Up to `samples` samples; one, and `dropped`, if a first call exceeds `give_up_us`."""
+    def screen(
+        self, config: Config, samples: int, cap_us: float, give_up_us: float, ahead: Config | None
+    ) -> Timing:
+        """Up to `samples` samples; one, and `dropped`, if a first call exceeds `give_up_us`.
+
+        While the GPU works the host may make `ahead` ready, which will be screened next.
+        """
         ...
 
     def check_full(self, config: Config, seed: int) -> Verdict:
@@ -61,8 +66,8 @@ class Device(CheckingDevice, Protocol):
         """Make the config ready to be sampled."""
         ...
 
-    def sample(self, config: Config) -> tuple[float, bool]:
-        """Microseconds per call of an armed config; whether heat or power slowed the card."""
+    def sample(self, configs: Sequence[Config]) -> tuple[list[float], bool]:
+        """Microseconds per call of armed configs; whether heat or power slowed the card."""
         ...
 
     def disarm(self) -> Clocks:
@@ -167,9 +172,26 @@ class Worker:
     def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
         return self._attempt("check", problem, config, seed, deadline_s=self._deadlines.check_s)
 
-    def screen(self, config: Config, samples: int, cap_us: float, give_up_us: float) -> Timing:
-        arguments = (config, samples, cap_us, give_up_us)
-        return self._attempt("screen", *arguments, deadline_s=self._deadlines.time_s)
+    def screen(
+        self,
+        config: Config,
+        samples: int,
+        cap_us: float,
+        give_up_us: float,
+        ahead: Config | None = None,
+    ) -> Timing:
+        def screened(ahead: Config | None) -> Timing:
+            arguments = (config, samples, cap_us, give_up_us, ahead)
+            return self._attempt("screen", *arguments, deadline_s=self._deadlines.time_s)
+
+        if ahead is not None:
+            try:
+                return screened(ahead)
+            except Failure:
+                if self._child.pid is not None:
+                    raise
+                # whose fault the process died of shows without the other
+        return screened(None)
 
     def check_full(self, config: Config, seed: int) -> Verdict:
         return self._attempt("check_full", config, seed, deadline_s=self._deadlines.check_s)
@@ -178,10 +200,12 @@ class Worker:
         self._attempt("arm", config, cap_us, deadline_s=self._deadlines.time_s)
         self._armed[config] = cap_us
 
-    def sample(self, config: Config) -> tuple[float, bool]:
-        cap_us = self._armed.pop(config)  # one that kills its process is not armed again
-        answer = self._attempt("sample", config, deadline_s=self._deadlines.time_s, arm=cap_us)
-        self._armed[config] = cap_us
+    def sample(self, configs: Sequence[Config]) -> tuple[list[float], bool]:
+        """As a device does. Where one of them fails, all of them are to be armed again."""
+        caps = {config: self._armed.pop(config) for config in configs}
+        deadline_s = self._deadlines.time_s
+        answer = self._attempt("sample", list(configs), deadline_s=deadline_s, arm=caps)
+        self._armed |= caps
         return answer
 
     def disarm(self) -> Clocks:
@@ -199,13 +223,13 @@ class Worker:
         self._child.close()
 
     def _attempt(
-        self, method: str, *arguments: Any, deadline_s: float, arm: float | None = None
+        self, method: str, *arguments: Any, deadline_s: float, arm: Mapping[Config, float] = {}
     ) -> Any:
         def once() -> Any:
             if self._child.pid is None:
                 self._restore()
-                if arm is not None:
-                    self._call("arm", arguments[0], arm, deadline_s=deadline_s)
+                for config, cap_us in arm.items():
+                    self._call("arm", config, cap_us, deadline_s=deadline_s)
             return self._call(method, *arguments, deadline_s=deadline_s)
 
         return twice(once)

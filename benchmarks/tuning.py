@@ -214,10 +214,10 @@ def _in_turn(worker: Worker, problem: Problem, configs: Sequence[Config], seed: 
     for config in configs:
         worker.arm(config, ROUND_US)
     for _ in range(ROUNDS):
-        row = {c: worker.sample(c) for c in order.sample(list(configs), len(configs))}
-        if not any(braked for _, braked in row.values()):
-            for config, (us, _) in row.items():
-                samples[config].append(us)
+        row = order.sample(list(configs), len(configs))
+        taken, braked = worker.sample(row)
+        for config, us in () if braked else zip(row, taken, strict=True):
+            samples[config].append(us)
     worker.disarm()
     return samples
 

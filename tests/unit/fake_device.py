@@ -61,8 +61,10 @@ class FakeDevice:
         self._problem = problem
         self._armed.clear()
 
-    def screen(self, config, samples, cap_us, give_up_us):
+    def screen(self, config, samples, cap_us, give_up_us, ahead=None):
         self._meet(config, "screen")
+        if ahead is not None:
+            self._meet(ahead, "ahead")
         us = self._us(config)
         if us > give_up_us:
             return Timing((us,), CLOCKS, dropped=True)
@@ -76,7 +78,11 @@ class FakeDevice:
     def arm(self, config, cap_us):
         self._armed.add(config)
 
-    def sample(self, config):
+    def sample(self, configs):
+        taken = [self._sample(config) for config in configs]
+        return [us for us, _ in taken], any(slowed for _, slowed in taken)
+
+    def _sample(self, config):
         assert config in self._armed
         self._meet(config, "sample")
         self._calls += 1

@@ -29,12 +29,15 @@ class Worker:
         self._random = Random(0)
         self.check_full = self.arm = Mock()
 
-    def sample(self, config):
+    def sample(self, configs):
+        return [self._sample(config) for config in configs], False
+
+    def _sample(self, config):
         if config in self._dies:
             self._dies[config] -= 1
             if self._dies[config] < 0:
                 raise Failure("runtime", "planted")
-        return self._times[config] * self._random.gauss(1, self._noise), False
+        return self._times[config] * self._random.gauss(1, self._noise)
 
     def disarm(self):
         return CLOCKS

@@ -15,6 +15,7 @@ from autoflash.child import Child, ChildError, Failure
 from autoflash.config import Config
 from autoflash.errors import DeviceError
 from autoflash.problem import Problem
+from autoflash.rounds import one_round
 from autoflash.worker import LimitReached, Worker
 
 PROBLEM = Problem("prefill", "bf16", 1, 4, 2, 64, 128, 128)
@@ -147,11 +148,11 @@ def test_a_new_process_gets_the_problem_and_the_armed_configs_of_the_dead_one():
     worker.prepare(PROBLEM, 0)
     for config in (GOOD, BAD, ALSO_GOOD):
         worker.arm(config, 1e5)
-    before, _ = worker.sample(GOOD)
+    (before,), _ = worker.sample([GOOD])
     with pytest.raises(Failure, match="SIGABRT"):
-        worker.sample(BAD)
-    worker.sample(ALSO_GOOD)  # the fake refuses what is not armed
-    after, _ = worker.sample(GOOD)
+        worker.sample([BAD])
+    worker.sample([ALSO_GOOD])  # the fake refuses what is not armed
+    (after,), _ = worker.sample([GOOD])
     worker.close()
     assert worker.starts == 2 and abs(before - after) < 1
 
@@ -161,9 +162,43 @@ def test_a_call_whose_process_was_killed_from_outside_is_made_once_more(tmp_path
     worker.prepare(PROBLEM, 0)
     for config in (GOOD, BAD):
         worker.arm(config, 1e5)
-    assert worker.sample(BAD)[0] > 0 and worker.sample(GOOD)[0] > 0
+    assert min(worker.sample([BAD, GOOD])[0]) > 0
     worker.close()
     assert worker.starts == 2
+
+
+@pytest.mark.parametrize("fault", ["abort", "hang", "out_of_bounds"])
+def test_who_is_screened_is_not_to_blame_for_who_is_made_ready_meanwhile(fault):
+    worker = fake_worker({BAD: f"{fault}@ahead"})
+    worker.prepare(PROBLEM, 0)
+    assert worker.screen(GOOD, 3, 1e5, 1e9, ahead=BAD).samples_us
+    assert worker.starts == 2
+    worker.close()
+
+
+def test_who_fails_by_itself_fails_whoever_is_made_ready_meanwhile():
+    worker = fake_worker({BAD: "abort@screen", ALSO_GOOD: "raise@screen"})
+    worker.prepare(PROBLEM, 0)
+    with pytest.raises(Failure, match="SIGABRT"):
+        worker.screen(BAD, 3, 1e5, 1e9, ahead=GOOD)
+    before = worker.starts
+    with pytest.raises(Failure, match="planted"):
+        worker.screen(ALSO_GOOD, 3, 1e5, 1e9, ahead=GOOD)
+    worker.close()
+    assert worker.starts == before + 1  # it died with the last try and started again since
+
+
+def test_who_kills_its_process_in_a_round_is_found_out():
+    worker = fake_worker({BAD: "abort@sample"})
+    worker.prepare(PROBLEM, 0)
+    for config in (GOOD, BAD, ALSO_GOOD):
+        worker.arm(config, 1e5)
+    row, failed, braked = one_round(worker, [GOOD, BAD, ALSO_GOOD], 1e5)
+    assert set(row) == {GOOD, ALSO_GOOD} and set(failed) == {BAD} and not braked
+    assert "SIGABRT" in failed[BAD].reason
+    again, failed, _ = one_round(worker, [ALSO_GOOD, GOOD], 1e5)
+    worker.close()
+    assert set(again) == {GOOD, ALSO_GOOD} and not failed
 
 
 def test_a_worker_killed_while_it_waits_is_started_again():
