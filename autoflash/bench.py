@@ -16,8 +16,8 @@ CACHE_MULTIPLE = 2  # rotating buffers together exceed the last-level cache this
 MOST_SETS = 512  # tiny problems: more buffers than this take longer to make than to time
 MEMORY_SHARE = 0.6  # of the free memory that the buffers of one problem may take
 SAMPLE_US = 400.0  # shorter samples are made of several replays
-# Clocks the GPU is kept busy while the host queues what is timed: 50 us for the launch of a graph or of
-# bound kernels; half a millisecond for a call of triton's, which took the host up to 300 us
+# Clocks the GPU is kept busy while the host queues what is timed: 50 us for the launch of a graph
+# or of bound kernels; half a millisecond for a call of triton's, which took the host up to 300 us
 # beside an H200; two where the host was later than that.
 GRAPH_LEAD_CYCLES, CALL_LEAD_CYCLES = 100_000, 1_000_000
 PATIENT_LEAD_CYCLES = 4_000_000
