@@ -217,10 +217,12 @@ class CudaDevice(Checker):
             self._readied[config] = Ready(recipe, bound)
         return self._readied[config]
 
-    def _tensors(self, i: int) -> tuple[Any, ...]:
+    def _tensors(self, i: int) -> list[torch.Tensor]:
         """What a plan on one of the sets names."""
         inputs, out = self._sets[i % len(self._sets)]
-        return (*vars(inputs).values(), *((out,) if isinstance(out, torch.Tensor) else out))
+        written = (out,) if isinstance(out, torch.Tensor) else out
+        given = (*vars(inputs).values(), *written)
+        return [each for each in given if isinstance(each, torch.Tensor)]
 
     def _graph(self, config: Config, call_us: float, cap_us: float) -> CallGraph:
         calls = calls_in_graph(call_us, len(self._sets), cap_us)
