@@ -1,5 +1,6 @@
 """Ahead: a thread that has compiled what will be tried first, while the GPUs are at work."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
@@ -7,6 +8,8 @@ from threading import Event, Thread
 from autoflash.contest import first_batch
 from autoflash.entrants import Entrants, Lab
 from autoflash.problem import Problem
+
+SWITCH_S = 0.0005  # a thread that a GPU waits for gets its turn so soon
 
 
 @contextmanager
@@ -30,11 +33,14 @@ def compiled_ahead(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> Itera
             errors.append(error)
 
     thread = Thread(target=ask, daemon=True)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+        sys.setswitchinterval(interval_s)
     if errors:
         raise errors[0]

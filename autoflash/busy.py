@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Busy:
     """Calls of one GPU's process, by the parent's clock: `first` begun, `last` ended.
 
-    `seconds` is what they took, `gpu_seconds` what of it the GPU worked by its own events.
+    `seconds` is for how long the process worked, `gpu_seconds` the GPU by its own events.
     """
 
     seconds: float = 0.0
@@ -16,8 +16,11 @@ class Busy:
     first: float = float("inf")
     last: float = float("-inf")
 
-    def add(self, began: float, ended: float, gpu_seconds: float) -> None:
-        self.seconds += ended - began
+    def add(
+        self, began: float, ended: float, gpu_seconds: float, seconds: float | None = None
+    ) -> None:
+        """A call; without `seconds` the process worked as long as it was waited for."""
+        self.seconds += ended - began if seconds is None else seconds
         self.gpu_seconds += gpu_seconds
         self.first, self.last = min(self.first, began), max(self.last, ended)
 

@@ -25,6 +25,7 @@ KILLED = "killed from outside"  # begins such a reason
 OUT_OF_GPU_MEMORY = "out of GPU memory"  # begins such a reason
 
 Result = TypeVar("Result")
+Call = tuple[str, tuple[Any, ...]]  # a method and its arguments
 
 
 class Failure(Exception):
@@ -73,27 +74,35 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._errors: IO[bytes] | None = None
+        self._under_way: Call | None = None  # sent along with the last one, not yet answered
         self.starts = 0
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
+    def call(
+        self, method: str, *arguments: Any, deadline_s: float, then: Call | None = None
+    ) -> Any:
         """What `method` of the service returns.
+
+        The process goes on with `then` at once, which is the call that will be made next, it seems.
+        If another is made, what came of `then` is forgotten.
 
         Raises Failure as the service raised it, with `timeout` after the deadline, and with
         `runtime` when the process died; AutoflashError as raised; ChildError for the rest.
         """
+        if self._under_way not in (None, (method, arguments)):
+            self._forget(deadline_s)
         self.start()
-        return self._exchange(method, arguments, deadline_s)
+        return self._exchange((method, arguments), deadline_s, then)
 
     def start(self) -> None:
         """Have the process running and its service made. Raises as a call does."""
         if self._process is None:
             self._start()
             try:
-                self._exchange("", (self._service,), START_DEADLINE_S)
+                self._exchange(("", (self._service,)), START_DEADLINE_S)
             except BaseException:
                 self.close()
                 raise
@@ -111,7 +120,7 @@ class Child:
             return
         self.kill()
         self._process.wait()
-        self._process = None
+        self._process = self._under_way = None
         for open_file in (self._connection, self._errors):
             if open_file is not None:
                 open_file.close()
@@ -134,10 +143,14 @@ class Child:
         self._connection = Connection(ours.detach())
         self.starts += 1
 
-    def _exchange(self, method: str, arguments: tuple[Any, ...], deadline_s: float) -> Any:
+    def _exchange(self, call: Call, deadline_s: float, then: Call | None = None) -> Any:
         assert self._connection is not None
         try:
-            self._connection.send_bytes(pickle.dumps((method, arguments)))
+            if call != self._under_way:
+                self._connection.send_bytes(pickle.dumps(call))
+            self._under_way = then
+            if then is not None:
+                self._connection.send_bytes(pickle.dumps(then))
             if not self._connection.poll(deadline_s):
                 self.close()
                 raise Failure("timeout", f"no answer within {deadline_s:g} s; its process killed")
@@ -152,6 +165,12 @@ class Child:
         if isinstance(value, Failure) and value.fatal:
             self.close()
         raise value
+
+    def _forget(self, deadline_s: float) -> None:
+        """Let the call under way end; what came of it shows again when it is made."""
+        assert self._under_way is not None
+        with contextlib.suppress(Failure, AutoflashError, ChildError):
+            self._exchange(self._under_way, deadline_s)
 
     def _death(self) -> Failure:
         """How the process ended, with the last line it wrote."""

@@ -17,7 +17,7 @@ from typing import Any
 from autoflash import __version__
 from autoflash.actors import Answer, Card, Site
 from autoflash.cards import open_card
-from autoflash.child import START_DEADLINE_S
+from autoflash.child import START_DEADLINE_S, Call
 from autoflash.config import Config
 from autoflash.errors import AutoflashError, DeviceError
 from autoflash.fleet import Post, started, tune_with
@@ -79,7 +79,10 @@ class RemoteChild:
     def pid(self) -> int | None:
         return self._pid
 
-    def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
+    def call(
+        self, method: str, *arguments: Any, deadline_s: float, then: Call | None = None
+    ) -> Any:
+        """As `Child.call`; `then` is not begun before it is called."""
         self._killed = False
         asked = self._actor.call.remote(method, arguments, deadline_s)
         told = self._cluster.get(asked, START_DEADLINE_S + deadline_s + SLACK_S, self._name)

@@ -1,8 +1,9 @@
 """The frozen Config: which family, and the numbers its kernels are launched with."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 KnobValue = int | str
@@ -48,7 +49,9 @@ class Config:
         return " ".join([self.family, *(f"{name}={value}" for name, value in self.knobs)])
 
 
-def grid(family: str, knobs: tuple[Knob, ...]) -> Iterator[Config]:
+@cache
+def grid(family: str, knobs: tuple[Knob, ...]) -> tuple[Config, ...]:
     """Every combination of the knobs' values, in a fixed order."""
-    for values in product(*(knob.values for knob in knobs)):
-        yield Config.of(family, {knob.name: v for knob, v in zip(knobs, values, strict=True)})
+    names = [knob.name for knob in knobs]
+    every = product(*(knob.values for knob in knobs))
+    return tuple(Config.of(family, dict(zip(names, values, strict=True))) for values in every)

@@ -107,7 +107,8 @@ class Contest:
             for config in self._entrants.ready(self._problem, batch, limit):
                 before_us = self._best_us()
                 waiting.remove(config)
-                self._screen(config, self._entrants.first_compiled(waiting))
+                ahead = itertools.islice(self._entrants.upcoming(self._problem, waiting), 2)
+                self._screen(config, list(ahead))
                 done += 1
                 self._tell(done, total)
                 if self._best_us() < before_us:
@@ -132,10 +133,10 @@ class Contest:
         """The best time so far, infinite before there is one."""
         return min((t.median_us or 0.0 for t in self._screened.values()), default=float("inf"))
 
-    def _screen(self, config: Config, ahead: Config | None = None) -> None:
+    def _screen(self, config: Config, ahead: Sequence[Config] = ()) -> None:
         """The lowest rung of a candidate that is right, unless an earlier trial is known.
 
-        `ahead` will be the next one, it seems.
+        `ahead` will be the next ones, it seems.
         """
         started = time.monotonic()
         earlier = self._lab.journal.screened(self._problem, config)
@@ -158,8 +159,9 @@ class Contest:
                 if trial.samples < min(samples, int(effort.cap_us / (trial.median_us or 1.0)))
             ]
             self._entrants.wait_for(again, self._limit)
-            for config, ahead in itertools.pairwise([*again, None]):
-                if config is not None and not self._limit.over:
+            for number, config in enumerate(again):
+                if not self._limit.over:
+                    ahead = again[number + 1 : number + 3]
                     self._time(config, samples, effort.cap_us, time.monotonic(), ahead)
 
     def _time(
@@ -168,14 +170,15 @@ class Contest:
         samples: int,
         cap_us: float,
         started: float,
-        ahead: Config | None,
+        ahead: Sequence[Config],
     ) -> None:
         """A trial of so many samples; its work, a check perhaps, began at `started`."""
         lab = self._lab
         self._prepare()
         try:
             give_up_us = GIVE_UP * self._best_us()
-            timing = lab.worker.screen(config, samples, cap_us, give_up_us, ahead)
+            go_on = bool(ahead) and self._entrants.admitted(ahead[0])
+            timing = lab.worker.screen(config, samples, cap_us, give_up_us, ahead, go_on)
         except Failure as failure:
             self._screened.pop(config, None)
             seconds = time.monotonic() - started

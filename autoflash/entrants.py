@@ -131,18 +131,17 @@ class Entrants:
                 self._verdicts[config] = _verdict_of(trial)
 
     def _compiled_of(self, configs: Sequence[Config], limit: TimeLimit) -> Iterator[Config]:
-        waiting: dict[Future[Resources], list[Config]] = {}
-        for config in configs:
-            binary = self._asked.get(config)
-            if binary is None or binary.future.done():
-                yield config
-            else:
-                waiting.setdefault(binary.future, []).append(config)
+        waiting = list(configs)
         while waiting and not limit.over:
-            # a limit without end is no argument for wait()
-            done, _ = wait(waiting, min(limit.left_s, 3600.0), FIRST_COMPLETED)
-            for future in [f for f in waiting if f in done]:  # in the order of asking
-                yield from waiting.pop(future)
+            futures = {
+                config: self._asked[config].future for config in waiting if config in self._asked
+            }
+            ended = next((c for c in waiting if c not in futures or futures[c].done()), None)
+            if ended is not None:
+                waiting.remove(ended)
+                yield ended
+            else:  # a limit without end is no argument for wait()
+                wait(futures.values(), min(limit.left_s, 3600.0), FIRST_COMPLETED)
 
     def _binary(self, config: Config, urgency: Urgency) -> Binary:
         """The config's binary, asked for if nobody did yet."""
@@ -158,13 +157,16 @@ class Entrants:
         future.add_done_callback(binary.note_end)
         return binary
 
-    def first_compiled(self, configs: Sequence[Config]) -> Config | None:
-        """The first of those asked for that has been compiled."""
+    def upcoming(self, problem: Problem, configs: Sequence[Config]) -> Iterator[Config]:
+        """Those that may be timed, as far as compiling tells, in the order of `ready`."""
         for config in configs:
             binary = self._asked.get(config)
-            if binary is not None and binary.compiled:
-                return config
-        return None
+            if binary is not None and binary.compiled and not self.is_out(problem, config):
+                yield config
+
+    def admitted(self, config: Config) -> bool:
+        """Whether it is known to be right, so that nothing but its time is left to find out."""
+        return config in self.resources and config in self._verdicts
 
     def is_out(self, problem: Problem, config: Config) -> bool:
         """Whether an earlier failure speaks against trying the config on this problem."""

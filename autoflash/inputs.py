@@ -232,7 +232,10 @@ def make_inputs(
     block_table = None
     if p.paged:
         width = max(1, -(-max(p.seqlen_k, int(valid.max())) // p.page_size))
-        block_table = _page_ids(p, width, seed).to(device=device, dtype=torch.int32)
+        if meta:
+            block_table = torch.empty(p.batch, width, dtype=torch.int32, device=device)
+        else:
+            block_table = _page_ids(p, width, seed).to(device=device, dtype=torch.int32)
         slots = (p.batch * width, p.page_size)
     else:
         slots = (p.batch, max(1, p.seqlen_k))

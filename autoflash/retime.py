@@ -13,7 +13,7 @@ from autoflash.gpu import Gpu
 from autoflash.groups import digest_of
 from autoflash.problem import Problem
 from autoflash.records import Winner
-from autoflash.rounds import one_round
+from autoflash.rounds import rounds_of
 from autoflash.toolchain import Toolchain
 from autoflash.worker import Worker
 
@@ -146,12 +146,12 @@ def _rounds(
     samples: dict[Config, list[float]] = {config: [] for config in configs}
     order = random.Random(seed)
     for _ in range(effort.rounds):
-        configs = order.sample(sorted(samples), len(samples))
-        row, failing, _ = one_round(worker, configs, effort.sample_cap_us)
+        one_round = order.sample(sorted(samples), len(samples))
+        rows, failing = rounds_of(worker, [one_round], effort.sample_cap_us)
         for config, failure in failing.items():
             failed[config] = str(failure)
             del samples[config]
-        for config, microseconds in row.items():
-            samples[config].append(microseconds)
+        for config in samples:
+            samples[config] += [row[config] for row in rows]
     worker.disarm()
     return samples

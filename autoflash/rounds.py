@@ -15,6 +15,7 @@ from autoflash.records import Clocks, Trial
 from autoflash.worker import Worker
 
 BRAKED_TRIES = 2  # rounds tried for each round wanted, where heat or power spoil some
+TOGETHER = 4  # rounds asked of a worker at once
 PROLONGED = 7  # times at most that a final goes on, as long as it was, for those left unsettled
 
 
@@ -93,50 +94,54 @@ class Race:
     def run(self, configs: list[Config], rounds: int, limit: TimeLimit) -> list[Config]:
         """Those of the configs left after so many more rounds; nobody if there was no time."""
         wanted = rounds + max((len(self.samples[config]) for config in configs), default=0)
-        for _ in range(BRAKED_TRIES * rounds):
-            if limit.over or not configs or len(self.samples[configs[0]]) == wanted:
-                break
-            row, braked = self._round(self._order.sample(configs, len(configs)))
-            configs = [config for config in configs if config in row]
-            for config in () if braked else configs:
-                self.samples[config].append(row[config])
+        left = BRAKED_TRIES * rounds
+        while left and not limit.over and configs and len(self.samples[configs[0]]) < wanted:
+            together = min(left, TOGETHER, wanted - len(self.samples[configs[0]]))
+            left -= together
+            drawn = [self._order.sample(configs, len(configs)) for _ in range(together)]
+            self._rounds(drawn)
+            configs = [config for config in configs if config in self.samples]
         return [config for config in configs if len(self.samples[config]) == wanted]
 
-    def _round(self, configs: list[Config]) -> tuple[dict[Config, float], bool]:
-        """A sample of each that does not fail, and whether heat or power slowed any."""
+    def _rounds(self, orders: list[list[Config]]) -> None:
         started = time.monotonic()
         lab = self._lab
-        row, failed, braked = one_round(lab.worker, configs, lab.effort.sample_cap_us)
+        rows, failed = rounds_of(lab.worker, orders, lab.effort.sample_cap_us)
         for config, failure in failed.items():
             seconds = time.monotonic() - started
             self._entrants.fail(self._problem, config, self._stage, failure, seconds)
             del self.samples[config]
-        return row, braked
+        for row in rows:
+            for config, us in row.items():
+                self.samples[config].append(us)
 
 
-def one_round(
-    worker: Worker, configs: Sequence[Config], cap_us: float
-) -> tuple[dict[Config, float], dict[Config, Failure], bool]:
-    """A sample of each armed config, those that failed, and whether heat or power slowed any.
+def rounds_of(
+    worker: Worker, orders: Sequence[Sequence[Config]], cap_us: float
+) -> tuple[list[dict[Config, float]], dict[Config, Failure]]:
+    """The samples of each round that heat and power let count, and those configs that failed.
 
-    They run one right after another; where that fails, each by itself, to find out whose fault it
-    is.
+    The armed configs run one right after another; where that fails, one round is made of each by
+    itself, to find out whose fault it is.
     """
     try:
-        taken, braked = worker.sample(configs)
-        return dict(zip(configs, taken, strict=True)), {}, braked
+        taken = worker.sample(orders)
+        rows = zip(orders, taken, strict=True)
+        return [
+            dict(zip(order, row, strict=True)) for order, (row, braked) in rows if not braked
+        ], {}
     except Failure:
         row: dict[Config, float] = {}
         failed: dict[Config, Failure] = {}
-    braked = False
-    for config in configs:
+    slowed = False
+    for config in orders[0]:
         try:
             worker.arm(config, cap_us)
-            (row[config],), slowed = worker.sample([config])
-            braked |= slowed
+            (((row[config],), braked),) = worker.sample([[config]])
+            slowed |= braked
         except Failure as failure:
             failed[config] = failure
-    return row, failed, braked
+    return [] if slowed else [row], failed
 
 
 def _prolong(race: Race, rounds: int, limit: TimeLimit) -> None:

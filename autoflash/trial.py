@@ -67,6 +67,7 @@ class CudaDevice(Checker):
         self._sets: list[tuple[Inputs, Result]] = []
         self._graphs: dict[Config, tuple[CallGraph, int]] = {}
         self._readied: dict[Config, Ready] = {}
+        self._ahead: tuple[Config, CallGraph] | None = None
         self._prepared: tuple[Problem, int] | None = None
         # of rows of a prepared problem, which is prepared again when its group is timed
         self._budgets: dict[tuple[object, ...], Judge] = {}
@@ -99,6 +100,7 @@ class CudaDevice(Checker):
             torch.cuda.synchronize()
 
     def release(self) -> None:
+        self._ahead = None
         self._graphs.clear()
         self._readied.clear()
         self._sets.clear()
@@ -122,7 +124,8 @@ class CudaDevice(Checker):
                 return Timing((call_us,), self._telemetry.clocks(), dropped=True)
             if call_us > cap_us:  # beside which the host's part in it is nothing
                 return Timing((call_us,), self._telemetry.clocks())
-            graph = self._graph(config, call_us, graph_cap_us(cap_us, samples))
+            graph_us = graph_cap_us(cap_us, samples)
+            graph = self._graph_ahead(config) or self._graph(config, call_us, graph_us)
             if graph.calls > 1:
                 call_us = graph.sample()  # warms caches and clock, and measures without the host
             affordable = int(cap_us / max(call_us * graph.calls, 1.0)) - 1
@@ -133,7 +136,7 @@ class CudaDevice(Checker):
                 clocks.append(self._telemetry.clocks())
                 if ahead is not None:
                     with contextlib.suppress(Exception):  # its own turn will tell
-                        self._ready(ahead)
+                        self._make_ready(ahead, call_us, graph_us)
 
             taken = sampled([each] * max(1, min(samples, affordable)), meanwhile)
             return Timing(tuple(taken), clocks[0])
@@ -157,11 +160,13 @@ class CudaDevice(Checker):
                 call_us = graph.sample()
             self._graphs[config] = (graph, replays_for(call_us, graph.calls))
 
-    def sample(self, configs: Sequence[Config]) -> tuple[list[float], bool]:
+    def sample(self, rounds: Sequence[Sequence[Config]]) -> list[tuple[list[float], bool]]:
         with failures():
-            braked: list[bool] = []
-            graphs = [self._graphs[config] for config in configs]
-            return sampled(graphs, lambda: braked.append(self._telemetry.braked())), braked[0]
+            return [self._round([self._graphs[config] for config in each]) for each in rounds]
+
+    def _round(self, graphs: Sequence[tuple[CallGraph, int]]) -> tuple[list[float], bool]:
+        braked: list[bool] = []
+        return sampled(graphs, lambda: braked.append(self._telemetry.braked())), braked[0]
 
     def disarm(self) -> Clocks:
         self._graphs.clear()
@@ -216,6 +221,19 @@ class CudaDevice(Checker):
             bound = recipe and bind_recipe(recipe, compile_plan(plan), tensors)
             self._readied[config] = Ready(recipe, bound)
         return self._readied[config]
+
+    def _make_ready(self, ahead: Config, like_us: float, cap_us: float) -> None:
+        """Have all there that needs no GPU; its graph is made as if a call took `like_us`.
+
+        Who is twice as slow or more is not replayed at all.
+        """
+        if self._ready(ahead).bound is not None:
+            self._ahead = (ahead, self._graph(ahead, like_us, cap_us))
+
+    def _graph_ahead(self, config: Config) -> CallGraph | None:
+        """The graph made ahead, if it is this config's."""
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead and ahead[0] == config else None
 
     def _tensors(self, i: int) -> list[torch.Tensor]:
         """What a plan on one of the sets names."""

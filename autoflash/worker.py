@@ -9,13 +9,16 @@ from typing import Any, Protocol
 from autoflash.accuracy import Verdict
 from autoflash.bench import Timing
 from autoflash.busy import Busy
-from autoflash.child import Child, Failure, twice
+from autoflash.child import Call, Child, Failure, twice
 from autoflash.config import Config
 from autoflash.errors import DeviceError
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem
 from autoflash.records import Clocks
 from autoflash.toolchain import Toolchain
+
+# the config, samples, cap_us, give_up_us, and who is made ready meanwhile
+Screening = tuple[Config, int, float, float, Config | None]
 
 
 class LimitReached(Exception):
@@ -66,8 +69,8 @@ class Device(CheckingDevice, Protocol):
         """Make the config ready to be sampled."""
         ...
 
-    def sample(self, configs: Sequence[Config]) -> tuple[list[float], bool]:
-        """Microseconds per call of armed configs; whether heat or power slowed the card."""
+    def sample(self, rounds: Sequence[Sequence[Config]]) -> list[tuple[list[float], bool]]:
+        """Of each round, microseconds per call; and whether heat or power slowed the card."""
         ...
 
     def disarm(self) -> Clocks:
@@ -87,7 +90,9 @@ class Process(Protocol):
     @property
     def pid(self) -> int | None: ...
 
-    def call(self, method: str, *arguments: Any, deadline_s: float) -> Any: ...
+    def call(
+        self, method: str, *arguments: Any, deadline_s: float, then: Call | None = None
+    ) -> Any: ...
 
     def kill(self) -> None: ...
 
@@ -102,9 +107,11 @@ class Serving:
         # one without a GPU is at work for as long as a call takes
         self._gpu_s: Callable[[], float] = getattr(self._device, "gpu_s", time.monotonic)
 
-    def answer(self, method: str, *arguments: Any) -> tuple[Any, float]:
-        began_s = self._gpu_s()
-        return getattr(self._device, method)(*arguments), self._gpu_s() - began_s
+    def answer(self, method: str, *arguments: Any) -> tuple[Any, float, float]:
+        """The method's answer, and for how many seconds the process and the GPU worked for it."""
+        began, gpu_s = time.monotonic(), self._gpu_s()
+        value = getattr(self._device, method)(*arguments)
+        return value, time.monotonic() - began, self._gpu_s() - gpu_s
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,7 @@ class Worker:
         self._child = child(partial(Serving, device), environment)
         self._deadlines, self._limit_s = deadlines, limit_s
         self._prepared: tuple[Problem, int] | None = None
+        self._promised: Screening | None = None  # the process has gone on with it
         self._armed: dict[Config, float] = {}
         self.busy = Busy()
 
@@ -178,20 +186,29 @@ class Worker:
         samples: int,
         cap_us: float,
         give_up_us: float,
-        ahead: Config | None = None,
+        ahead: Sequence[Config] = (),
+        go_on: bool = False,
     ) -> Timing:
-        def screened(ahead: Config | None) -> Timing:
-            arguments = (config, samples, cap_us, give_up_us, ahead)
-            return self._attempt("screen", *arguments, deadline_s=self._deadlines.time_s)
+        """As a device does; `ahead` are those that will be screened next, it seems.
 
-        if ahead is not None:
-            try:
-                return screened(ahead)
-            except Failure:
-                if self._child.pid is not None:
-                    raise
-                # whose fault the process died of shows without the other
-        return screened(None)
+        With `go_on` the process screens the first of them at once, while this answer is read.
+        """
+        first, second = (*ahead, None, None)[:2]
+        asked = (config, samples, cap_us, give_up_us, first)
+        if self._promised is not None and self._promised[:3] == asked[:3]:
+            asked = self._promised  # under way
+        self._promised = then = None
+        if go_on and first is not None:
+            self._promised = (first, samples, cap_us, give_up_us, second)
+            then = ("answer", ("screen", *self._promised))
+        deadline_s = self._deadlines.time_s
+        try:
+            return self._attempt("screen", *asked, deadline_s=deadline_s, then=then)
+        except Failure:
+            if self._child.pid is not None or asked[4] is None:
+                raise
+        # whose fault the process died of shows without the other
+        return self._attempt("screen", *asked[:4], None, deadline_s=deadline_s)
 
     def check_full(self, config: Config, seed: int) -> Verdict:
         return self._attempt("check_full", config, seed, deadline_s=self._deadlines.check_s)
@@ -200,11 +217,11 @@ class Worker:
         self._attempt("arm", config, cap_us, deadline_s=self._deadlines.time_s)
         self._armed[config] = cap_us
 
-    def sample(self, configs: Sequence[Config]) -> tuple[list[float], bool]:
+    def sample(self, rounds: Sequence[Sequence[Config]]) -> list[tuple[list[float], bool]]:
         """As a device does. Where one of them fails, all of them are to be armed again."""
-        caps = {config: self._armed.pop(config) for config in configs}
+        caps = {config: self._armed.pop(config) for config in set().union(*rounds)}
         deadline_s = self._deadlines.time_s
-        answer = self._attempt("sample", list(configs), deadline_s=deadline_s, arm=caps)
+        answer = self._attempt("sample", rounds, deadline_s=deadline_s, arm=caps)
         self._armed |= caps
         return answer
 
@@ -223,25 +240,33 @@ class Worker:
         self._child.close()
 
     def _attempt(
-        self, method: str, *arguments: Any, deadline_s: float, arm: Mapping[Config, float] = {}
+        self,
+        method: str,
+        *arguments: Any,
+        deadline_s: float,
+        arm: Mapping[Config, float] = {},
+        then: Call | None = None,
     ) -> Any:
         def once() -> Any:
             if self._child.pid is None:
                 self._restore()
                 for config, cap_us in arm.items():
                     self._call("arm", config, cap_us, deadline_s=deadline_s)
-            return self._call(method, *arguments, deadline_s=deadline_s)
+            return self._call(method, *arguments, deadline_s=deadline_s, then=then)
 
         return twice(once)
 
-    def _call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
+    def _call(
+        self, method: str, *arguments: Any, deadline_s: float, then: Call | None = None
+    ) -> Any:
         left_s = self._limit_s()
         if left_s <= 0:
             raise LimitReached
         began, gpu_s = time.monotonic(), 0.0  # of a call that fails nobody knows
+        seconds: float | None = None
         try:
-            answer, gpu_s = self._child.call(
-                "answer", method, *arguments, deadline_s=min(deadline_s, left_s)
+            answer, seconds, gpu_s = self._child.call(
+                "answer", method, *arguments, deadline_s=min(deadline_s, left_s), then=then
             )
             return answer
         except Failure as failure:
@@ -249,7 +274,7 @@ class Worker:
                 raise LimitReached from None
             raise
         finally:
-            self.busy.add(began, time.monotonic(), gpu_s)
+            self.busy.add(began, time.monotonic(), gpu_s, seconds)
 
     def _restore(self) -> None:
         """Bring a new process to where the dead one was."""

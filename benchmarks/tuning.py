@@ -215,7 +215,7 @@ def _in_turn(worker: Worker, problem: Problem, configs: Sequence[Config], seed: 
         worker.arm(config, ROUND_US)
     for _ in range(ROUNDS):
         row = order.sample(list(configs), len(configs))
-        taken, braked = worker.sample(row)
+        ((taken, braked),) = worker.sample([row])
         for config, us in () if braked else zip(row, taken, strict=True):
             samples[config].append(us)
     worker.disarm()

@@ -1,5 +1,9 @@
 """The portable decode family: split-KV in Triton, contiguous and paged, with its combine."""
 
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
 from autoflash.config import Config, Knob
 from autoflash.families.family import Family
 from autoflash.gpu import Gpu
@@ -36,7 +40,7 @@ KNOBS = (
     Knob("num_stages", (3, 2, 4)),
     Knob("PROGRAMS_PER_SM", (1, 2, 3, 4, 5, 6, 7, 8), compiled=False),
     Knob("DEPENDENT_LAUNCH", (1, 0)),
-    Knob("COMBINE_WARPS", (4, 2)),
+    Knob("COMBINE_WARPS", (4, 2, 1)),
 )
 
 # Of an SM's shared memory, at least this much must be K and V in flight to reach its share of the
@@ -52,17 +56,20 @@ def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why the config cannot serve the problem on this GPU, or is known to be slow; or None."""
     knobs = config.as_dict()
     reason = decode_refusal(problem, knobs, gpu)
-    if reason is None and knobs != decode_default(problem, gpu):
+    if reason is None and config != default(problem, gpu):
         reason = _slow(problem, knobs, gpu)
     return reason
 
 
-def _slow(problem: Problem, knobs: dict, gpu: Gpu) -> str | None:
+def _slow(problem: Problem, knobs: Mapping[str, Any], gpu: Gpu) -> str | None:
     """Why a valid config is not worth measuring, or None."""
     if knobs["SCHEDULE"] == "group" and problem.batch == 1:
         return "one sequence needs no group schedule"
     if not knobs["DEPENDENT_LAUNCH"] and gpu.vendor == "nvidia" and gpu.capability >= 90:
         return "dependent launch is never slower where the GPU has it"
+    rows = problem.batch * problem.num_heads * problem.seqlen_q
+    if knobs["COMBINE_WARPS"] == 1 and rows > gpu.num_sms:
+        return "a warp alone merges faster only where others have nothing to do"
     if not knobs["SWAP"]:
         per_thread = knobs["BLOCK_N"] * decode_block_d(problem) // (knobs["num_warps"] * 32)
         keys_per_warp = knobs["BLOCK_N"] // knobs["num_warps"]
@@ -82,6 +89,7 @@ def _slow(problem: Problem, knobs: dict, gpu: Gpu) -> str | None:
     return None
 
 
+@lru_cache
 def default(problem: Problem, gpu: Gpu) -> Config:
     return Config.of("decode", decode_default(problem, gpu))
 

@@ -1,6 +1,7 @@
 """Decode without a second kernel: the program that ends last merges the parts of a sequence."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from autoflash.config import Config
@@ -23,14 +24,13 @@ def variant(problem: Problem) -> Variant:
 def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why the config cannot serve the problem on this GPU, or is known to be slow; or None."""
     knobs = config.as_dict()
-    reason = decode_refusal(problem, knobs, gpu)
-    if reason is None and config != default(problem, gpu):
-        reason = _slow(problem, knobs, gpu)
-    return reason
+    if config == default(problem, gpu):
+        return decode_refusal(problem, knobs, gpu)
+    return _slow(problem, knobs, gpu)
 
 
 def _slow(problem: Problem, knobs: Mapping[str, Any], gpu: Gpu) -> str | None:
-    """Why a valid config is not worth measuring, or None."""
+    """Why the config is wrong or not worth measuring, or None."""
     sequences = problem.batch * problem.num_kv_heads
     if sequences < gpu.num_sms:
         return "few programs would merge while the rest of the GPU waits"
@@ -39,6 +39,7 @@ def _slow(problem: Problem, knobs: Mapping[str, Any], gpu: Gpu) -> str | None:
     return decode.refusal(problem, Config.of("decode", {**knobs, **COMBINE}), gpu)
 
 
+@lru_cache
 def default(problem: Problem, gpu: Gpu) -> Config:
     return Config.of("decode_last", decode_last_default(problem, gpu))
 

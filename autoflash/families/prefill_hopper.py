@@ -1,5 +1,7 @@
 """The prefill family for Hopper, in Gluon: a producer warp, 1 to 3 consumer warpgroups, wgmma."""
 
+from functools import lru_cache
+
 from autoflash.config import Config, Knob
 from autoflash.families.family import Family
 from autoflash.gpu import Gpu
@@ -51,6 +53,7 @@ def variant(problem: Problem) -> Variant:
     return Variant(family="prefill_hopper", op="prefill", causal=problem.causal)
 
 
+@lru_cache
 def default(problem: Problem, gpu: Gpu) -> Config:
     return Config.of("prefill_hopper", prefill_hopper_default(problem, gpu))
 

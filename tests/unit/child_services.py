@@ -16,10 +16,15 @@ class Large:
 
 class Service:
     def __init__(self):
-        self._seen = []
+        self._seen, self._words = [], []
 
     def add(self, one, other):
         return one + other
+
+    def note(self, word):
+        """How many words there are with this one."""
+        self._words.append(word)
+        return len(self._words)
 
     def pid(self):
         return os.getpid()

@@ -78,7 +78,10 @@ class FakeDevice:
     def arm(self, config, cap_us):
         self._armed.add(config)
 
-    def sample(self, configs):
+    def sample(self, rounds):
+        return [self._round(configs) for configs in rounds]
+
+    def _round(self, configs):
         taken = [self._sample(config) for config in configs]
         return [us for us, _ in taken], any(slowed for _, slowed in taken)
 

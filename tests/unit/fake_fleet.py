@@ -68,7 +68,7 @@ class Here:
     def pid(self):
         return None if self._service is None else self.starts
 
-    def call(self, method, *arguments, deadline_s):
+    def call(self, method, *arguments, deadline_s, then=None):
         if self._service is None:
             self._service = self._make()
             self.starts += 1

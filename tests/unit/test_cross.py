@@ -34,8 +34,8 @@ class Worker:
     def arm(self, config, cap_us):
         pass
 
-    def sample(self, configs):
-        return [self._sample(config) for config in configs], False
+    def sample(self, rounds):
+        return [([self._sample(config) for config in each], False) for each in rounds]
 
     def _sample(self, config):
         self._calls += 1

@@ -28,8 +28,11 @@ class Gpu:
     def arm(self, config, cap_us):
         pass
 
-    def sample(self, configs):
-        return [self._timed[config].draw(self._random, 1)[0] for config in configs], False
+    def sample(self, rounds):
+        return [([self._drawn(config) for config in each], False) for each in rounds]
+
+    def _drawn(self, config):
+        return self._timed[config].draw(self._random, 1)[0]
 
     def disarm(self):
         return Clocks()

@@ -29,8 +29,8 @@ class Worker:
         self._random = Random(0)
         self.check_full = self.arm = Mock()
 
-    def sample(self, configs):
-        return [self._sample(config) for config in configs], False
+    def sample(self, rounds):
+        return [([self._sample(config) for config in each], False) for each in rounds]
 
     def _sample(self, config):
         if config in self._dies:

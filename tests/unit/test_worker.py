@@ -15,7 +15,7 @@ from autoflash.child import Child, ChildError, Failure
 from autoflash.config import Config
 from autoflash.errors import DeviceError
 from autoflash.problem import Problem
-from autoflash.rounds import one_round
+from autoflash.rounds import rounds_of
 from autoflash.worker import LimitReached, Worker
 
 PROBLEM = Problem("prefill", "bf16", 1, 4, 2, 64, 128, 128)
@@ -47,6 +47,29 @@ def dies(pid, within_s=10.0):
 def test_a_call_gives_what_the_method_returns(child):
     assert child.call("add", 2, 3, deadline_s=10) == 5
     assert child.call("pid", deadline_s=10) == child.pid != os.getpid()
+
+
+def test_the_process_goes_on_with_the_call_that_comes_next(child):
+    assert child.call("note", "a", deadline_s=9, then=("note", ("b",))) == 1
+    assert child.call("note", "b", deadline_s=9) == 2  # the one that was sent along
+    assert child.call("note", "c", deadline_s=9) == 3
+
+
+def test_another_call_than_the_process_went_on_with_gets_its_own_answer(child):
+    assert child.call("note", "a", deadline_s=9, then=("note", ("b",))) == 1
+    assert child.call("add", 1, 2, deadline_s=9) == 3
+    assert child.call("note", "b", deadline_s=9) == 3  # made anew
+
+
+@pytest.mark.parametrize("then", [("abort", ()), ("sleep", ()), ("fail", (True,))])
+def test_what_the_process_went_on_with_fails_when_it_is_called_and_no_other_call(child, then):
+    assert child.call("add", 1, 2, deadline_s=9, then=then) == 3
+    assert child.call("add", 3, 4, deadline_s=0.5) == 7
+    with pytest.raises(Failure):
+        child.call(then[0], *then[1], deadline_s=0.5)
+    assert child.call("add", 1, 2, deadline_s=9, then=then) == 3
+    with pytest.raises(Failure):
+        child.call(then[0], *then[1], deadline_s=0.5)
 
 
 def test_a_failure_arrives_with_its_status_and_the_process_goes_on(child):
@@ -148,11 +171,11 @@ def test_a_new_process_gets_the_problem_and_the_armed_configs_of_the_dead_one():
     worker.prepare(PROBLEM, 0)
     for config in (GOOD, BAD, ALSO_GOOD):
         worker.arm(config, 1e5)
-    (before,), _ = worker.sample([GOOD])
+    [((before,), _)] = worker.sample([[GOOD]])
     with pytest.raises(Failure, match="SIGABRT"):
-        worker.sample([BAD])
-    worker.sample([ALSO_GOOD])  # the fake refuses what is not armed
-    (after,), _ = worker.sample([GOOD])
+        worker.sample([[BAD]])
+    worker.sample([[ALSO_GOOD]])  # the fake refuses what is not armed
+    [((after,), _)] = worker.sample([[GOOD]])
     worker.close()
     assert worker.starts == 2 and abs(before - after) < 1
 
@@ -162,7 +185,8 @@ def test_a_call_whose_process_was_killed_from_outside_is_made_once_more(tmp_path
     worker.prepare(PROBLEM, 0)
     for config in (GOOD, BAD):
         worker.arm(config, 1e5)
-    assert min(worker.sample([BAD, GOOD])[0]) > 0
+    ((taken, braked),) = worker.sample([[BAD, GOOD]])
+    assert min(taken) > 0 and not braked
     worker.close()
     assert worker.starts == 2
 
@@ -171,7 +195,7 @@ def test_a_call_whose_process_was_killed_from_outside_is_made_once_more(tmp_path
 def test_who_is_screened_is_not_to_blame_for_who_is_made_ready_meanwhile(fault):
     worker = fake_worker({BAD: f"{fault}@ahead"})
     worker.prepare(PROBLEM, 0)
-    assert worker.screen(GOOD, 3, 1e5, 1e9, ahead=BAD).samples_us
+    assert worker.screen(GOOD, 3, 1e5, 1e9, ahead=[BAD]).samples_us
     assert worker.starts == 2
     worker.close()
 
@@ -180,12 +204,27 @@ def test_who_fails_by_itself_fails_whoever_is_made_ready_meanwhile():
     worker = fake_worker({BAD: "abort@screen", ALSO_GOOD: "raise@screen"})
     worker.prepare(PROBLEM, 0)
     with pytest.raises(Failure, match="SIGABRT"):
-        worker.screen(BAD, 3, 1e5, 1e9, ahead=GOOD)
+        worker.screen(BAD, 3, 1e5, 1e9, ahead=[GOOD])
     before = worker.starts
     with pytest.raises(Failure, match="planted"):
-        worker.screen(ALSO_GOOD, 3, 1e5, 1e9, ahead=GOOD)
+        worker.screen(ALSO_GOOD, 3, 1e5, 1e9, ahead=[GOOD])
     worker.close()
     assert worker.starts == before + 1  # it died with the last try and started again since
+
+
+def test_a_worker_screens_the_next_one_while_its_last_answer_is_read():
+    worker = fake_worker({BAD: "abort@screen"})
+    worker.prepare(PROBLEM, 0)
+    alone = {c: worker.screen(c, 3, 1e5, 1e9).samples_us for c in (GOOD, ALSO_GOOD)}
+    assert worker.screen(GOOD, 3, 1e5, 1e9, [ALSO_GOOD, BAD], True).samples_us == alone[GOOD]
+    assert worker.screen(ALSO_GOOD, 3, 1e5, 1e9, [BAD], True).samples_us == alone[ALSO_GOOD]
+    with pytest.raises(Failure, match="SIGABRT"):
+        worker.screen(BAD, 3, 1e5, 1e9)
+    assert worker.screen(GOOD, 3, 1e5, 1e9, [BAD], True).samples_us == alone[GOOD]
+    worker.prepare(PROBLEM, 0)  # another than the process went on with
+    assert worker.screen(ALSO_GOOD, 3, 1e5, 1e9).samples_us == alone[ALSO_GOOD]
+    worker.close()
+    assert worker.starts == 3
 
 
 def test_who_kills_its_process_in_a_round_is_found_out():
@@ -193,12 +232,12 @@ def test_who_kills_its_process_in_a_round_is_found_out():
     worker.prepare(PROBLEM, 0)
     for config in (GOOD, BAD, ALSO_GOOD):
         worker.arm(config, 1e5)
-    row, failed, braked = one_round(worker, [GOOD, BAD, ALSO_GOOD], 1e5)
-    assert set(row) == {GOOD, ALSO_GOOD} and set(failed) == {BAD} and not braked
+    rows, failed = rounds_of(worker, [[GOOD, BAD, ALSO_GOOD]] * 2, 1e5)
+    assert [set(row) for row in rows] == [{GOOD, ALSO_GOOD}] and set(failed) == {BAD}
     assert "SIGABRT" in failed[BAD].reason
-    again, failed, _ = one_round(worker, [ALSO_GOOD, GOOD], 1e5)
+    rows, failed = rounds_of(worker, [[ALSO_GOOD, GOOD]] * 2, 1e5)
     worker.close()
-    assert set(again) == {GOOD, ALSO_GOOD} and not failed
+    assert [set(row) for row in rows] == [{GOOD, ALSO_GOOD}] * 2 and not failed
 
 
 def test_a_worker_killed_while_it_waits_is_started_again():
