@@ -40,6 +40,7 @@ from autoflash.telemetry import Telemetry
 from autoflash.toolchain import Toolchain, detect_toolchain
 
 BUDGETS_KEPT = 64
+CACHED_SHARE = 0.2  # of the card's memory that torch may hold beside a problem's buffers
 DROP_SLACK_US = 20.0  # a lone call finds cold caches and gaps between its launches
 
 
@@ -104,8 +105,9 @@ class CudaDevice(Checker):
         self._graphs.clear()
         self._readied.clear()
         self._sets.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+        # what is cached is handed out again at once; to free it and ask for it anew stops the GPU
+        if torch.cuda.memory_reserved() > CACHED_SHARE * torch.cuda.mem_get_info()[1]:
+            torch.cuda.empty_cache()
 
     def screen(
         self,

@@ -48,7 +48,9 @@ def main() -> None:
     options = parsed()
     module, gpu = load_module(options.module), detect()
     timed = partial(interleaved, gpu_us=1e3 * options.gpu_ms, pace=STEADY)
-    started, results = time.monotonic(), []
+    stem = "decode" if options.workload == WORKLOADS else options.workload[0].stem
+    stem += "-no-hints" if options.no_hints else ""
+    started, results, summary = time.monotonic(), [], {}
     done = set()
     for workload in options.workload:
         for problem, _ in load_workload(workload).problems:
@@ -60,20 +62,12 @@ def main() -> None:
             if result:
                 results.append({**result, "workload": workload.stem})
                 tell(result)
+                summary, seconds = summary_of(results), round(time.monotonic() - started)
+                write_results(stem, results, peer_versions(), summary=summary, seconds=seconds)
             gc.collect()
             torch.cuda.empty_cache()
-    summary = summary_of(results)
     for what, figures in summary.items():
         print(what, figures)
-    stem = "decode" if options.workload == WORKLOADS else options.workload[0].stem
-    path = write_results(
-        stem + ("-no-hints" if options.no_hints else ""),
-        results,
-        peer_versions(),
-        summary=summary,
-        seconds=round(time.monotonic() - started),
-    )
-    print(path)
 
 
 def parsed() -> argparse.Namespace:
