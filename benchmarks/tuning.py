@@ -13,6 +13,7 @@ round, the ratio that of the others, so that luck in being the fastest counts fo
 """
 
 import argparse
+import os
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import starmap
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 
@@ -222,12 +225,15 @@ def _in_turn(worker: Worker, problem: Problem, configs: Sequence[Config], seed: 
     return samples
 
 
-def seeds(problems: Mapping[str, Problem]) -> None:
+def seeds(problems: Mapping[str, Problem], gpus: int) -> None:
     """Searches from nothing with other seeds: on which problems they agree."""
-    results = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in LIVE_SEEDS:
-            results.append(_tune(problems, Path(folder) / f"{seed}.db", "standard", "auto", seed))
+        each = [(problems, Path(folder) / f"{n}.db", n, n % gpus, gpus) for n in LIVE_SEEDS]
+        if gpus == 1:
+            results = list(starmap(_tune_apart, each))
+        else:
+            with get_context("spawn").Pool(gpus) as pool:
+                results = pool.starmap(_tune_apart, each)
     cases, agreeing = [], 0
     for name, problem in problems.items():
         found = [d for result in results for d in result.decisions if d.problem == problem]
@@ -259,10 +265,19 @@ def _contenders(standard: Decision, exhaustive: Decision) -> list[Config]:
 
 
 def _tune(
-    problems: Mapping[str, Problem], db: Path, effort: str, strategy: str, seed: int
+    problems: Mapping[str, Problem], db: Path, effort: str, strategy: str, seed: int, gpu: int = 0
 ) -> TuneResult:
     workload = Workload("tuning", tuple((problem, 1.0) for problem in problems.values()))
-    return tune(workload, db=db, effort=effort, strategy=strategy, seed=seed)
+    asked = {"effort": effort, "strategy": strategy, "seed": seed}
+    return tune(workload, db=db, gpu_index=gpu, **asked)
+
+
+def _tune_apart(
+    problems: Mapping[str, Problem], db: Path, seed: int, gpu: int, gpus: int
+) -> TuneResult:
+    """A search on one of several GPUs, with its share of the cores."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[gpu::gpus])
+    return _tune(problems, db, "standard", "auto", seed, gpu)
 
 
 def main() -> None:
@@ -272,6 +287,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="of compare: also a table for replays")
     parser.add_argument("--cases", default="", help="only problems whose name contains this")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpus", type=int, default=1, help="of seeds: as many searches at once")
     given = parser.parse_args()
     EFFORTS[EXHAUSTIVE.name] = EXHAUSTIVE  # in this process alone, and not for who imports this
     problems = {name: p for name, p in PROBLEMS.items() if given.cases in name}
@@ -280,7 +296,7 @@ def main() -> None:
     elif given.what == "compare":
         compare(problems, given.seed, given.record)
     else:
-        seeds(problems)
+        seeds(problems, given.gpus)
 
 
 if __name__ == "__main__":

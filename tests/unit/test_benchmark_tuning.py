@@ -105,10 +105,22 @@ def test_seeds_writes_on_how_many_problems_all_searches_agree(tuning, written, m
         for place in (1, 1, 3)
     )
     monkeypatch.setattr(tuning, "_tune", lambda *_: next(runs))
-    tuning.seeds(PROBLEMS)
+    tuning.seeds(PROBLEMS, 1)
     told = written["tuning_seeds"]
     assert told["agreeing"] == 0.5 and told["seconds"] == [60.0] * 3
     assert {case["case"]["name"]: case["agree"] for case in told["cases"]} == {
         "prefill-a": True,
         "decode-b": False,
     }
+
+
+def test_searches_side_by_side_have_a_gpu_and_cores_of_their_own(tuning, monkeypatch, tmp_path):
+    cores, searched = [], []
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {4, 5, 6, 7, 8})
+    monkeypatch.setattr("os.sched_setaffinity", lambda process, own: cores.append(set(own)))
+    monkeypatch.setattr(tuning, "_tune", lambda *given: searched.append(given[4:]))
+    for seed, gpu in ((0, 0), (1, 1), (2, 0)):
+        tuning._tune_apart(PROBLEMS, tmp_path / "db", seed, gpu, 2)
+    assert searched == [(0, 0), (1, 1), (2, 0)]
+    assert cores[0] == cores[2] and not cores[0] & cores[1]
+    assert cores[0] | cores[1] == {4, 5, 6, 7, 8}
