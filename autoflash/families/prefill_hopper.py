@@ -26,7 +26,10 @@ PARTS = (
     "prefill_hopper/store.py.jinja",
     "prefill_hopper/consumer.py.jinja",
     "prefill_hopper/kernel.py.jinja",
+    "prefill_hopper/counter.py.jinja",
     "prefill_hopper/rows.py.jinja",
+    "prefill_hopper/numbers.py.jinja",
+    "prefill_hopper/descriptors.py.jinja",
     "prefill_hopper/plan.py.jinja",
 )
 

@@ -1,13 +1,10 @@
 """prefill_hopper compiled for sm_90: products run side by side, spills and memory are bounded."""
 
 import re
-import subprocess
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import triton
+from assembled import assembler_report, counted, loops_with
 
 from autoflash import families
 from autoflash.config import Config
@@ -34,41 +31,9 @@ def compiled(p: Problem, config: Config, wide_rows: int = 0) -> list:
     return _compiled(p, config, H200, with_lse=True, wide_rows=wide_rows)[0]
 
 
-def assembler_report(kernel) -> str:
-    """What ptxas says of the kernel: registers, spills, warnings."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(kernel.asm["ptx"])
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(path)]
-        done = subprocess.run(
-            [*command, "-o", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True
-        )
-    return done.stderr
-
-
 def product_loops(kernel, warpgroups: int) -> list[list[str]]:
-    """The instructions of each warpgroup's loop over key blocks: the shortest with products."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        tool = triton.knobs.nvidia.nvdisasm.path
-        listing = subprocess.run(
-            [tool, "-c", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
-    labels, instructions = {}, []
-    for line in listing.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*);", line):
-            instructions.append(instruction[1])
-    loops = []
-    for end, text in enumerate(instructions):
-        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
-        if target and labels.get(target[1], end) < end:
-            body = instructions[labels[target[1]] : end + 1]
-            if any("HGMMA" in each for each in body) and any("MUFU.EX2" in each for each in body):
-                loops.append(body)
-    return sorted(loops, key=len)[:warpgroups]  # the loops over tiles go round them
+    """Each warpgroup's loop over key blocks: the loops over tiles go round them."""
+    return loops_with(kernel, "HGMMA", "MUFU.EX2")[:warpgroups]
 
 
 # The recommended ways of each head_dim, by the length that makes them the default.
@@ -101,9 +66,7 @@ def test_products_run_side_by_side_and_nothing_spills_in_their_loop(p):
     assert len(loops) == config["WARPGROUPS"]
     channels, keys = p.head_dim, int(config["BLOCK_N"])
     for body in loops:
-        count = {
-            name: sum(name in each for each in body) for name in ("HGMMA", "EX2", "LDL", "STL")
-        }
+        count = counted(body, "HGMMA", "EX2", "LDL", "STL")
         assert count["HGMMA"] == channels // 16 + keys // 16
         # one for each score of a thread and two for the rescaling of its rows
         assert count["EX2"] == 64 * keys // 128 + 2
