@@ -28,7 +28,13 @@ LAUNCH_US = 1.0  # of one more kernel in a CUDA graph
 SPILL_COST = 1 / 256  # of the time, per spilled byte
 # The heavy kernels of a backward, by the prefix of their knobs: the share of the roofline's five
 # products that each computes. Of two kernels both compute two of them.
-BACKWARD_KERNELS = {"backward": {"KV": 4 / 5, "Q": 3 / 5}, "backward_single": {"KV": 1.0}}
+BACKWARD_KERNELS = {
+    "backward": {"KV": 4 / 5, "Q": 3 / 5},
+    "backward_single": {"KV": 1.0},
+    "backward_hopper": {"KV": 4 / 5, "Q": 3 / 5},
+    "backward_hopper_single": {"KV": 1.0},
+}
+HOPPER_BACKWARDS = ("backward_hopper", "backward_hopper_single")
 PART_KNOBS = {
     "BLOCK_M": "BLOCK_M",
     "BLOCK_N": "BLOCK_N",
@@ -64,6 +70,10 @@ def _parts(config: Config) -> tuple[tuple[str, Config, float], ...]:
 def _part_of(config: Config, part: str) -> Config:
     """The knobs of one kernel of a backward, by the names that those of other families have."""
     knobs = config.as_dict()
+    if config.family in HOPPER_BACKWARDS:  # two warpgroups share what a program has for its own
+        step = knobs["KV_BLOCK_M"] if part == "KV" else knobs["Q_BLOCK_N"]
+        tile = {"BLOCK_M": step, "BLOCK_N": 128} if part == "KV" else {"BLOCK_M": 128}
+        return Config.of(config.family, {"BLOCK_N": step, **tile})
     own = {name: knobs[f"{part}_{of_part}"] for name, of_part in PART_KNOBS.items()}
     return Config.of(config.family, {**own, "LOAD": knobs["LOAD"]})
 
@@ -118,7 +128,7 @@ def launched(problem: Problem, config: Config, gpu: Gpu, kernel: str = "") -> La
         for launch in launches
         if launch[0].__name__.startswith(kernel) or kernel.startswith(launch[0].__name__)
     )
-    consumers = int(config.as_dict().get("WARPGROUPS", 0))
+    consumers = int(config.as_dict().get("WARPGROUPS", 2 * (config.family in HOPPER_BACKWARDS)))
     return Launched(
         programs=math.prod(grid),
         warps=options.get("num_warps", 4) + 4 * consumers,

@@ -53,7 +53,7 @@ class Variant:
     @property
     def single_pass(self) -> bool:
         """Whether the kernel of dk and dv adds up dq too, instead of another after it."""
-        return self.family == "backward_single"
+        return self.family in ("backward_single", "backward_hopper_single")
 
     @property
     def name(self) -> str:

@@ -5,6 +5,8 @@ from autoflash.errors import UnsupportedError
 from autoflash.families import (
     append_kv,
     backward,
+    backward_hopper,
+    backward_hopper_single,
     backward_single,
     decode,
     decode_last,
@@ -40,6 +42,8 @@ FAMILIES: dict[str, Family] = {
         decode_last.FAMILY,
         backward.FAMILY,
         backward_single.FAMILY,
+        backward_hopper.FAMILY,
+        backward_hopper_single.FAMILY,
     )
 }
 UNTUNED = (append_kv, merge)

@@ -10,6 +10,14 @@ from typing import Any, NamedTuple
 
 import triton
 
+from .backward_hopper_validity import (
+    backward_hopper_default,
+    backward_hopper_refusal,
+    backward_hopper_single_default,
+    backward_hopper_single_refusal,
+    backward_hopper_single_unsupported,
+    backward_hopper_unsupported,
+)
 from .backward_validity import (
     backward_default,
     backward_refusal,
@@ -38,6 +46,8 @@ SELECTION_REFUSALS = {
     "decode_last": decode_refusal,
     "backward": backward_refusal,
     "backward_single": backward_single_refusal,
+    "backward_hopper": backward_hopper_refusal,
+    "backward_hopper_single": backward_hopper_single_refusal,
 }
 SELECTION_UNSUPPORTED = {
     "prefill": prefill_unsupported,
@@ -46,6 +56,8 @@ SELECTION_UNSUPPORTED = {
     "decode_last": decode_unsupported,
     "backward": backward_unsupported,
     "backward_single": backward_single_unsupported,
+    "backward_hopper": backward_hopper_unsupported,
+    "backward_hopper_single": backward_hopper_single_unsupported,
 }
 SELECTION_DEFAULTS = {
     "prefill": prefill_default,
@@ -54,13 +66,16 @@ SELECTION_DEFAULTS = {
     "decode_last": decode_last_default,
     "backward": backward_default,
     "backward_single": backward_single_default,
+    "backward_hopper": backward_hopper_default,
+    "backward_hopper_single": backward_hopper_single_default,
 }
-SELECTION_COMPILED_ONLY = ("prefill_hopper",)  # Gluon has no interpreter
+# Gluon has no interpreter
+SELECTION_COMPILED_ONLY = ("prefill_hopper", "backward_hopper", "backward_hopper_single")
 # By op, whose default serves what no row does: the portable family where no other can.
 SELECTION_FAMILIES = {
     "prefill": ("prefill_hopper", "prefill"),
     "decode": ("decode",),
-    "backward": ("backward",),
+    "backward": ("backward_hopper", "backward"),
 }
 
 

@@ -51,6 +51,10 @@ GOLDEN_VARIANTS = (
     Variant("backward", "backward", causal=True),
     Variant("backward_single", "backward"),
     Variant("backward_single", "backward", causal=True),
+    Variant("backward_hopper", "backward"),
+    Variant("backward_hopper", "backward", causal=True),
+    Variant("backward_hopper_single", "backward"),
+    Variant("backward_hopper_single", "backward", causal=True),
 )
 
 REVIEWED = (*GOLDEN_VARIANTS, *untuned_variants().values())

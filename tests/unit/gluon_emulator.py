@@ -36,7 +36,7 @@ def _whole_operator(name: str) -> Any:
     return operator
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "xor"):
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "xor", "rshift"):
     setattr(Whole, f"__{_name}__", _whole_operator(f"__{_name}__"))
 
 
@@ -63,6 +63,22 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + offset)
 
+    def to(self, _: Any) -> "Address":
+        return Address(self.memory, self.offset * self.memory.itemsize)
+
+
+class Address:
+    """A pointer as a number of bytes."""
+
+    def __init__(self, memory: np.ndarray, places: Any) -> None:
+        self.memory, self.places = memory, places
+
+    def __add__(self, places: Any) -> "Address":
+        return Address(self.memory, self.places + getattr(places, "places", places))
+
+    def __getitem__(self, axes: Any) -> "Address":
+        return Address(self.memory, self.places[axes])
+
 
 class Shared:
     """Shared memory: an array, or the barriers in it."""
@@ -79,6 +95,9 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.memory.transpose(order))
+
+    def slice(self, start: int, length: int, dim: int) -> "Shared":
+        return Shared(self.memory[(slice(None),) * dim + (slice(start, start + length),)])
 
     def load(self, _: Any) -> Array:
         return array(self.memory.copy())
@@ -143,10 +162,11 @@ class Machine:
                 raise RuntimeError("another partition failed")
             assert done, f"deadlock: {what}"
 
-    def wait(self, barrier: Shared, phase: int) -> None:
+    def wait(self, barrier: Shared, phase: int, pred: bool = True) -> None:
         state = barrier.memory[0]
         assert phase in (0, 1)
-        self.until(f"phase {phase} of a barrier", lambda: state.phases % 2 != phase)
+        if pred:
+            self.until(f"phase {phase} of a barrier", lambda: state.phases % 2 != phase)
 
     def init(self, barrier: Shared, count: int) -> None:
         state = barrier.memory[0]
@@ -167,10 +187,20 @@ class Machine:
             state.settle()
             self.changed.notify_all()
 
-    def assembly(self, text: str, *_: Any, **__: Any) -> None:
-        found = re.match(r"bar\.(sync|arrive) (\d+), 256;", text)
-        assert found, text
-        op, number = found[1], int(found[2])
+    def assembly(self, text: str, _: str, operands: list, **__: Any) -> Any:
+        if text.startswith("shr.u32"):
+            return operands[0] >> 30
+        if text.startswith("ex2.approx"):
+            return array(np.exp2(operands[0]))
+        if "red.relaxed.gpu.global.add.v4.f32" in text:
+            self.add_fragments(*operands)
+        elif found := re.match(r"bar\.(sync|arrive) (\d+), 256;", text):
+            self.meet(found[1], int(found[2]))
+        else:
+            raise NotImplementedError(text)
+        return None
+
+    def meet(self, op: str, number: int) -> None:
         with self.changed:
             state = self.here.program.named.setdefault(number, {"threads": 0, "rounds": 0})
             state["threads"] += 128
@@ -180,6 +210,16 @@ class Machine:
                 self.changed.notify_all()
         if op == "sync":
             self.until(f"named barrier {number}", lambda: state["rounds"] > rounds)
+
+    def add_fragments(self, first: Address, values: Array) -> None:
+        """Adds of four: to what a thread has at (i, j), (i, j + 1), (i + 8, j), (i + 8, j + 1), at
+        the places after the first one's address."""
+        i, j = np.indices(values.shape)
+        of_four = i // 8 % 2 * 2 + j % 2
+        leading = first.places[i - i // 8 % 2 * 8, j - j % 2]
+        assert (leading % 16 == 0).all()
+        with self.changed:
+            np.add.at(first.memory, leading // first.memory.itemsize + of_four, values)
 
     # the copy engine and the matrix unit -----------------------------------------------------
 
@@ -206,12 +246,13 @@ class Machine:
             with self.changed:
                 left = a.memory if isinstance(a, Shared) else a
                 product = left.astype(np.float32) @ b.memory.astype(np.float32)
-            return array(acc + product if use_acc else product)
+            begun = acc() if callable(acc) else acc
+            return array(begun + product if use_acc else product)
 
         return evaluate
 
     def product_wait(self, pending: int, deps: list) -> Any:
-        assert pending in (0, 1)
+        assert 0 <= pending < 4
         values = [dep() if callable(dep) else dep for dep in deps]
         return values[0] if len(values) == 1 else tuple(values)
 
@@ -223,9 +264,9 @@ class Machine:
         with self.changed:
             pointer.memory[offset[mask]] = value[mask]
 
-    def load(self, pointer: Pointer, mask: Any) -> Array:
+    def load(self, pointer: Pointer, mask: Any = True, other: float = 0.0) -> Array:
         offset, mask = np.broadcast_arrays(pointer.offset, mask)
-        values = np.zeros(offset.shape, pointer.memory.dtype)
+        values = np.full(offset.shape, other, pointer.memory.dtype)
         values[mask] = pointer.memory[offset[mask]]
         return array(values)
 
@@ -240,7 +281,8 @@ class Machine:
             fill = np.nan if np.issubdtype(dtype, np.floating) else -1
             return Shared(np.full(shape, fill, dtype))
         barriers = np.empty(shape, object)
-        barriers[...] = [[Barrier()] for _ in range(shape[0])]
+        for place in np.ndindex(*shape):
+            barriers[place] = Barrier()
         return Shared(barriers)
 
     # programs and partitions ---------------------------------------------------------------------
@@ -336,6 +378,7 @@ def _fakes(machine: Machine) -> dict[str, Any]:
         tensor=None,
         base_value=None,
         shared_memory_descriptor=None,
+        int8=np.int8,
         int32=np.int32,
         int64=np.int64,
         float32=np.float32,
@@ -360,6 +403,9 @@ def _fakes(machine: Machine) -> dict[str, Any]:
         zeros=lambda shape, dtype, _: array(np.zeros(shape, dtype)),
         full=lambda shape, value, dtype, _: array(np.full(shape, value, dtype)),
         convert_layout=lambda values, _: values,
+        broadcast=np.broadcast_arrays,
+        reshape=np.reshape,
+        permute=np.transpose,
         program_id=lambda _: Whole(machine.here.program.number),
         num_programs=lambda _: Whole(machine.here.program.grid),
         allocate_shared_memory=machine.allocate,

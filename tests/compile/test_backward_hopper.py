@@ -1,0 +1,91 @@
+"""The Hopper backward compiled for sm_90: nothing spills where the products are, memory fits."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from assembled import assembler_report, counted, loops_with
+
+from autoflash.families import backward_hopper, backward_hopper_single
+from autoflash.families.family import Family
+from autoflash.gpu import known
+from autoflash.kernel import _compiled
+from autoflash.problem import Problem
+from autoflash.runtime.backward_hopper_validity import (
+    backward_hopper_kv_smem_bytes,
+    backward_hopper_q_smem_bytes,
+)
+
+H200 = known("NVIDIA_H200")
+SPLIT, SINGLE = backward_hopper.FAMILY, backward_hopper_single.FAMILY
+SERIALISED = re.compile(r"C75(?:10|12|14|15)")  # what ptxas says when products cannot overlap
+SLOW = pytest.mark.slow
+
+
+def problem(head_dim: int, causal: bool, seqlen: int = 4096) -> Problem:
+    return Problem("backward", "bf16", 1, 8, 4, head_dim, seqlen, seqlen, causal=causal)
+
+
+def compiled(p: Problem, family: Family, wide_rows: bool = False) -> dict:
+    config = family.default(p, H200)
+    kernels, _ = _compiled(p, config, H200, with_lse=False, wide_rows=wide_rows)
+    return {kernel.name: kernel for kernel in kernels}
+
+
+def assert_products_do_not_spill(kernel, loops: list[list[str]], products: int) -> None:
+    assert not SERIALISED.search(assembler_report(kernel))
+    assert len(loops) == 2  # one of each warpgroup: the shortest, in which nothing is masked
+    for body in loops:
+        expected = {"HGMMA": products, "LDL": 0, "STL": 0}
+        assert counted(body, *expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal"),
+    [(128, True), pytest.param(64, False, marks=SLOW)],
+)
+def test_the_products_of_a_single_pass_do_not_spill(head_dim, causal):
+    p = problem(head_dim, causal)
+    knobs = SINGLE.default(p, H200).as_dict()
+    block_m, ds_slots = int(knobs["KV_BLOCK_M"]), int(knobs["DS_SLOTS"])
+    kernels = compiled(p, SINGLE)
+    assert list(kernels) == ["statistics_kernel", "backward_kv_kernel", "convert_kernel"]
+    kernel = kernels["backward_kv_kernel"]
+    loops = loops_with(kernel, "HGMMA", "MUFU.EX2")[:2]
+    # of each warpgroup: two products over the channels, two over the queries, and half of dq
+    assert_products_do_not_spill(kernel, loops, 2 * (head_dim + block_m) // 16 + 8)
+    bound = backward_hopper_kv_smem_bytes(p, block_m, ds_slots)
+    assert kernel.metadata.shared <= bound <= kernel.metadata.shared + 4096
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal"),
+    [(256, False), pytest.param(64, True, marks=SLOW), pytest.param(128, True, marks=SLOW)],
+)
+def test_the_products_of_two_passes_do_not_spill(head_dim, causal):
+    p = problem(head_dim, causal)
+    knobs = SPLIT.default(p, H200).as_dict()
+    block_m, block_n = int(knobs["KV_BLOCK_M"]), int(knobs["Q_BLOCK_N"])
+    _, kv, q = compiled(p, SPLIT).values()
+    if head_dim == 256:  # a warpgroup has the exponentials, the other one none
+        loops, products = loops_with(kv, "HGMMA")[:2], (head_dim + block_m) // 16
+    else:
+        loops, products = loops_with(kv, "HGMMA", "MUFU.EX2")[:2], 2 * (head_dim + block_m) // 16
+    assert_products_do_not_spill(kv, loops, products)
+    loops = loops_with(q, "HGMMA", "MUFU.EX2")[:2]
+    assert_products_do_not_spill(q, loops, (2 * head_dim + block_n) // 16)
+    kv_bound = backward_hopper_kv_smem_bytes(p, block_m, ds_slots=0)
+    q_bound = backward_hopper_q_smem_bytes(p, knobs)
+    for kernel, bound in ((kv, kv_bound), (q, q_bound)):
+        assert kernel.metadata.shared <= bound <= kernel.metadata.shared + 4096
+
+
+@SLOW
+def test_ragged_lengths_odd_strides_and_other_head_counts_compile():
+    p = replace(problem(96, False), dtype="fp16", kv_dtype="fp16", out_dtype="fp16")
+    p = replace(p, seqlen_q=1000, seqlen_k=1100)
+    assert next(iter(compiled(p, SINGLE, wide_rows=True))) == "copy_rows_kernel"
+    usual = compiled(p, SINGLE)
+    other = replace(p, seqlen_q=70, seqlen_k=129, num_heads=7, num_kv_heads=1, batch=2)
+    assert [k.hash for k in compiled(other, SINGLE).values()] == [k.hash for k in usual.values()]
+    assert list(compiled(replace(p, seqlen_k=0), SINGLE)) == ["no_keys_kernel"]
