@@ -50,6 +50,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Given by the problem
 #   HEAD_DIM      channels; BLOCK_D the power of two that holds them
 #   RAGGED_K      the last tile of keys reaches past seqlen_k
+#   GROUPED       several query heads share a KV head
 
 
 @aggregate
@@ -66,6 +67,7 @@ class Work:
     scale_log2: gl.tensor
     HEAD_DIM: gl.constexpr
     RAGGED_K: gl.constexpr
+    GROUPED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -80,6 +82,7 @@ class Work:
         scale_log2,
         HEAD_DIM,
         RAGGED_K,
+        GROUPED,
     ):
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -91,6 +94,16 @@ class Work:
         self.scale_log2 = scale_log2
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.RAGGED_K = gl.constexpr(RAGGED_K)
+        self.GROUPED = gl.constexpr(GROUPED)
+
+
+@gluon.jit
+def heads_of_group(work):
+    """How many query heads share a KV head; known when compiling where it is one."""
+    if work.GROUPED:
+        return work.group_size
+    else:
+        return 1
 
 
 @aggregate
@@ -356,7 +369,7 @@ def produce_queries(
         at = [batch, kv_of_batch, start_n + w * 64, 0]
         tma_load(k_desc, at, rings.k_full, rings.k.index(w))
     step = 0
-    for g in range(work.group_size):
+    for g in range(heads_of_group(work)):
         head = kv_of_batch * work.group_size + g
         rows = (batch * work.num_heads + head) * work.padded_q
         for j in range(tiles):
@@ -557,7 +570,7 @@ def consume_queries(
     mbarrier.wait(rings.k_full, 0)
     mbarrier.wait(rings.v_full, 0)
     step = 0
-    for g in range(work.group_size):
+    for g in range(heads_of_group(work)):
         for j in range(low):
             skip_queries(rings, step)
             step += 1
@@ -641,6 +654,7 @@ def backward_kv_kernel(
     BIAS: gl.constexpr,
     VOLATILE: gl.constexpr,
     RAGGED_K: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):
     """dk and dv of 128 keys of one KV head, summed over its query heads."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -673,6 +687,7 @@ def backward_kv_kernel(
         scale_log2,
         HEAD_DIM,
         RAGGED_K,
+        GROUPED,
     )
     dk_target = Target(dk, stride_dkb, stride_dkh, stride_dks)
     dv_target = Target(dv, stride_dvb, stride_dvh, stride_dvs)
@@ -779,7 +794,7 @@ def consume_for_dv(
     high = gl.minimum(seen_by_all - start_m // BLOCK_M, tiles)
     mbarrier.wait(rings.k_full, 0)
     step = 0
-    for _ in range(work.group_size):
+    for _ in range(heads_of_group(work)):
         for j in range(high):
             at = start_m + j * BLOCK_M
             dv, p_operand = sum_dv(
@@ -900,6 +915,7 @@ def backward_kv_roles_kernel(
     BLOCK_M: gl.constexpr,
     BIAS: gl.constexpr,
     RAGGED_K: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):
     """dk and dv of 64 keys of one KV head, summed over its query heads: a warpgroup for each.
 
@@ -935,6 +951,7 @@ def backward_kv_roles_kernel(
         scale_log2,
         HEAD_DIM,
         RAGGED_K,
+        GROUPED,
     )
     dk_target = Target(dk, stride_dkb, stride_dkh, stride_dks)
     dv_target = Target(dv, stride_dvb, stride_dvh, stride_dvs)
@@ -1324,6 +1341,7 @@ def backward_q_kernel(
     PREFETCH: gl.constexpr,
     VOLATILE: gl.constexpr,
     RAGGED_K: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):
     """dq of 128 queries of one head. The factors make lse_rows lse * log2(e), delta_rows delta."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -1352,6 +1370,7 @@ def backward_q_kernel(
         scale_log2,
         HEAD_DIM,
         RAGGED_K,
+        GROUPED,
     )
     target = Target(dq, stride_dqb, stride_dqh, stride_dqs)
     flat_head = gl.program_id(0) // tiles
@@ -1655,6 +1674,7 @@ def plan(
         bias,
         *(() if wide else (knobs["KV_VOLATILE"],)),
         seqlen_k % block_n != 0,
+        num_heads != num_kv_heads,
     )
     options = {"num_warps": 4, "maxnreg": REGISTERS}
     statistics_grid = (heads * padded_q // STATISTICS_ROWS,)
@@ -1686,5 +1706,6 @@ def plan(
         knobs["Q_PREFETCH"],
         knobs["Q_VOLATILE"],
         seqlen_k % q_block_n != 0,
+        num_heads != num_kv_heads,
     )
     return [*launches, (backward_q_kernel, (heads * q_tiles,), q_arguments, options)]

@@ -50,6 +50,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Given by the problem
 #   HEAD_DIM      channels; BLOCK_D the power of two that holds them
 #   RAGGED_K      the last tile of keys reaches past seqlen_k
+#   GROUPED       several query heads share a KV head
 
 
 @aggregate
@@ -66,6 +67,7 @@ class Work:
     scale_log2: gl.tensor
     HEAD_DIM: gl.constexpr
     RAGGED_K: gl.constexpr
+    GROUPED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -80,6 +82,7 @@ class Work:
         scale_log2,
         HEAD_DIM,
         RAGGED_K,
+        GROUPED,
     ):
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -91,6 +94,16 @@ class Work:
         self.scale_log2 = scale_log2
         self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.RAGGED_K = gl.constexpr(RAGGED_K)
+        self.GROUPED = gl.constexpr(GROUPED)
+
+
+@gluon.jit
+def heads_of_group(work):
+    """How many query heads share a KV head; known when compiling where it is one."""
+    if work.GROUPED:
+        return work.group_size
+    else:
+        return 1
 
 
 @aggregate
@@ -345,7 +358,7 @@ def produce_queries(
         at = [batch, kv_of_batch, start_n + w * 64, 0]
         tma_load(k_desc, at, rings.k_full, rings.k.index(w))
     step = 0
-    for g in range(work.group_size):
+    for g in range(heads_of_group(work)):
         head = kv_of_batch * work.group_size + g
         rows = (batch * work.num_heads + head) * work.padded_q
         for j in range(tiles):
@@ -586,7 +599,7 @@ def consume_queries(
     mbarrier.wait(rings.k_full, 0)
     mbarrier.wait(rings.v_full, 0)
     step = 0
-    for g in range(work.group_size):
+    for g in range(heads_of_group(work)):
         for j in range(low):
             skip_queries(rings, first_sums + due_tile, step > 0, step, W, BLOCK_M)
             due_tile = (g * work.padded_q + start_m + j * BLOCK_M) * BLOCK_D
@@ -682,6 +695,7 @@ def backward_kv_kernel(
     DS_SLOTS: gl.constexpr,
     DQ_FIRST: gl.constexpr,
     RAGGED_K: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):
     """dk and dv of 128 keys of one KV head, summed over its query heads; what they add to dq."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -715,6 +729,7 @@ def backward_kv_kernel(
         scale_log2,
         HEAD_DIM,
         RAGGED_K,
+        GROUPED,
     )
     dk_target = Target(dk, stride_dkb, stride_dkh, stride_dks)
     dv_target = Target(dv, stride_dvb, stride_dvh, stride_dvs)
@@ -1140,6 +1155,7 @@ def plan(
         knobs["DS_SLOTS"],
         knobs["DQ_FIRST"],
         seqlen_k % block_n != 0,
+        num_heads != num_kv_heads,
     )
     options = {"num_warps": 4, "maxnreg": REGISTERS}
     statistics_grid = (heads * padded_q // STATISTICS_ROWS,)

@@ -17,6 +17,7 @@ from autoflash.gradients import Gradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.kernel import load, new_results, plan_of
 from autoflash.problem import Problem
+from autoflash.reference import reference
 from autoflash.render import render
 from autoflash.runtime.launch import run_plan
 from autoflash.trial import CudaDevice
@@ -48,11 +49,11 @@ def of(seqlen_q: int, seqlen_k: int, causal: bool = True, **changes) -> Problem:
     return Problem("backward", **fields)
 
 
-def run(inputs: Inputs, config: Config, gpu: Gpu) -> Gradients:
+def run(inputs: Inputs, config: Config, gpu: Gpu, softmax_scale: float | None = None) -> Gradients:
     """The gradients, from workspaces and results full of NaN."""
     module = load(render(family_of(config.family).variant(inputs.problem)))
     gradients, _ = new_results(inputs)
-    run_plan(plan_of(module, inputs, gradients, None, gpu, config, poison=True))
+    run_plan(plan_of(module, inputs, gradients, None, gpu, config, softmax_scale, poison=True))
     assert isinstance(gradients, Gradients)
     return gradients
 
@@ -150,6 +151,32 @@ def test_logits_of_ten_thousand_give_no_nan(gpu, family, head_dim, causal, dtype
     gradients = run(inputs, family.default(problem, gpu), gpu)
     assert all(each.isfinite().all() for each in gradients)
     verdict = GradientBudget(inputs).judge(gradients)
+    assert verdict.correct, verdict.reason
+
+
+@pytest.mark.parametrize(("family", "head_dim", "causal"), EACH_WAY)
+def test_keys_past_the_last_one_count_for_nothing_where_all_logits_are_far_below_zero(
+    gpu, family, head_dim, causal
+):
+    problem = of(200, 300, causal, head_dim=head_dim)
+    plain = make_inputs(problem, device="cuda")
+    q, k = plain.q.abs() + 10, -plain.k.abs() - 10
+    out, lse = forward(problem, q, k, plain.v)
+    assert lse.max() < -200  # p of a key of zeros would be infinite
+    inputs = replace(plain, q=q, k=k, out=out, lse=lse)
+    verdict = GradientBudget(inputs).judge(run(inputs, family.default(problem, gpu), gpu))
+    assert verdict.correct, verdict.reason
+
+
+@pytest.mark.parametrize("family", [SPLIT, SINGLE], ids=lambda each: each.name)
+def test_a_scale_of_zero_leaves_the_mean(gpu, family):
+    problem = of(200, 300)
+    plain = make_inputs(problem, device="cuda")
+    out, lse = reference(plain, 0.0)
+    inputs = replace(plain, out=out.to(plain.q.dtype), lse=lse.float())
+    gradients = run(inputs, family.default(problem, gpu), gpu, softmax_scale=0.0)
+    assert not gradients.dq.any() and not gradients.dk.any()
+    verdict = GradientBudget(inputs, 0.0).judge(gradients)
     assert verdict.correct, verdict.reason
 
 

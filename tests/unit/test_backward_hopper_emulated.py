@@ -12,6 +12,7 @@ from gluon_emulator import Machine
 from autoflash.accuracy import GradientBudget, Verdict
 from autoflash.families import backward_hopper, backward_hopper_single
 from autoflash.families.family import Family
+from autoflash.forward import forward
 from autoflash.gradients import Gradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.kernel import new_results
@@ -99,9 +100,10 @@ def of(seqlen_q: int, seqlen_k: int, causal: bool = True, **changes) -> Problem:
     return Problem(op="backward", dtype="fp16", **fields)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(200, 333), (333, 200)])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "causal"), [(200, 333, True), (333, 200, True), (200, 150, False)]
+)
 def test_every_way_is_right_at_lengths_that_fit_no_tile(way, seqlen_q, seqlen_k, causal):
     assert judged(make_inputs(of(seqlen_q, seqlen_k, causal)), *WAYS[way]).reason == ""
 
@@ -116,7 +118,7 @@ def test_wider_heads_are_right(head_dim, way, causal):
 @pytest.mark.parametrize("way", ["single", "single_wide", "split_prefetch"])
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"),
-    [(1, 1), (64, 65), (65, 64), (128, 192), (192, 128), (130, 3), (1, 300), (300, 1)],
+    [(1, 1), (64, 65), (65, 64), (192, 128), (130, 3), (1, 300)],
 )
 def test_the_diagonal_is_right_wherever_it_meets_a_tile(way, seqlen_q, seqlen_k):
     inputs = make_inputs(of(seqlen_q, seqlen_k, num_heads=1))
@@ -175,6 +177,32 @@ def test_a_scale_of_zero_leaves_the_mean(way):
     assert GradientBudget(inputs, 0.0).judge(gradients).reason == ""
 
 
+def far_below_zero(problem: Problem) -> Inputs:
+    """Inputs whose logits are all near -900, so that a key of zeros would have p of infinity."""
+    plain = make_inputs(problem)
+    q, k = plain.q.abs() + 10, -plain.k.abs() - 10
+    out, lse = forward(problem, q, k, plain.v)
+    assert lse.max() < -200
+    return replace(plain, q=q, k=k, out=out, lse=lse)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_keys_past_the_last_one_count_for_nothing_where_all_logits_are_far_below_zero(way):
+    assert judged(far_below_zero(of(70, 100, False)), *WAYS[way]).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("way", "mask"),
+    [
+        ("single", "    if work.RAGGED_K:\n        x = gl.where((offs_n < work.seqlen_k)[:, None]"),
+        ("split", "    if EDGE and work.RAGGED_K:"),
+    ],
+)
+def test_without_the_mask_of_the_last_tile_they_would(way, mask):
+    text = (mask, mask.replace("work.RAGGED_K", "False"))
+    assert not judged(far_below_zero(of(70, 100, False)), *WAYS[way], break_text=text).correct
+
+
 # A check that cannot fail is none: each of these faults shows.
 FAULTS = {
     "q is given back before it is multiplied": (
@@ -203,10 +231,10 @@ FAULTS = {
         "last_visible[None, :] >= offs_n",
         "last_visible[None, :] > offs_n",
     ),
-    "the first masked tile counts as seen by all": (
+    "the diagonal's tiles count as seen by all": (
         "split",
-        "(low, high):\n            dk, dv = add_queries(",
-        "(low, high - high):\n            dk, dv = add_queries(",
+        "VOLATILE,\n                True,",
+        "VOLATILE,\n                False,",
     ),
     "keys are given back before they are read again": (
         "split_prefetch",
@@ -215,8 +243,8 @@ FAULTS = {
     ),
     "a group's heads are not summed": (
         "split",
-        "for g in range(work.group_size):\n        head",
-        "for g in range(1):\n        head",
+        "return work.group_size",
+        "return 1",
     ),
 }
 
