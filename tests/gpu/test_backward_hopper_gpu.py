@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from ahead import compile_ahead
+from exported_calls import load_module
+from making import CHAIN, winner_of
 
 from autoflash.accuracy import GradientBudget
 from autoflash.check import picked, sample_rows
 from autoflash.config import Config
+from autoflash.export import export
 from autoflash.families import backward_hopper, backward_hopper_single, family_of
 from autoflash.families.family import Family, space
 from autoflash.forward import forward
@@ -216,3 +219,26 @@ def test_the_worker_checks_times_and_checks_again_at_the_real_size(gpu, family):
     assert len(timing.samples_us) == 4 and min(timing.samples_us) > 0
     assert device.check_full(config, 0).correct
     device.release()
+
+
+@pytest.mark.filterwarnings("ignore:autoflash")
+@pytest.mark.parametrize("family", [SPLIT, SINGLE], ids=lambda each: each.name)
+def test_autograd_of_an_exported_module_is_right_call_after_call(gpu, family, tmp_path):
+    problem = of(1000, 900, layout="bhsd")
+    tuned = replace(problem, op="prefill")
+    winners = [
+        winner_of(tuned, gpu=gpu, chain=CHAIN),
+        winner_of(problem, family.default(problem, gpu), gpu=gpu, chain=CHAIN),
+    ]
+    path = tmp_path / "attention_dispatch.py"
+    path.write_text(export(winners).text)
+    module = load_module(path)
+    call = {"causal": True, "layout": "bhsd", "return_lse": True}
+    for seed in range(3):  # planned, then launched again by its recipe, for other tensors
+        inputs = make_inputs(problem, seed, device="cuda", wide_rows=8)
+        tensors = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+        out, lse = module.prefill(*tensors, **call)
+        given = (inputs.dout, inputs.dlse)
+        gradients = Gradients(*torch.autograd.grad((out, lse), tensors, given))
+        verdict = GradientBudget(inputs).judge(gradients)
+        assert verdict.correct, f"call {seed}: {verdict.reason}"

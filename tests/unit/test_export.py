@@ -137,6 +137,19 @@ def test_what_no_row_serves_gets_the_default_of_the_best_family_whose_kernels_ar
     assert without.choose(untuned, DEVICE).family == "prefill"
 
 
+def test_a_hopper_backward_is_carried_beside_the_portable_one_for_what_it_does_not_serve():
+    tuned = backward_of(head_dim=128, seqlen_q=1024, seqlen_k=1024)
+    for name, otherwise in (
+        ("backward_hopper", "backward_hopper"),
+        ("backward_hopper_single", "backward"),
+    ):
+        winner = winner_of(tuned, FAMILIES[name].default(tuned, H200))
+        selector = selector_of(export([winner]).text)
+        assert selector.choose(tuned, DEVICE).family == name
+        assert selector.choose(backward_of(head_dim=64), DEVICE).family == otherwise
+        assert selector.choose(backward_of(dtype="fp32"), DEVICE).family == "backward"
+
+
 def test_tuning_only_tiny_shapes_never_decides_for_a_huge_one():  # case B26
     tiny = [winner_of(prefill_of(seqlen_q=n, seqlen_k=n)) for n in (1, 8)]
     selector = selector_of(export(tiny).text)
