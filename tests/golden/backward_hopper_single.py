@@ -309,8 +309,10 @@ def statistics_kernel(
     begin = gl.where(empty, float("inf"), logarithm) * lse_factor
     gl.store(lse_rows + place, begin)
     gl.store(delta_rows + place, gl.where(empty, 0.0, delta) * delta_factor)
-    sums = dq_sums + ((place * BLOCK_D)[:, None] + offs_d[None, :])
-    gl.store(sums, gl.zeros([ROWS, BLOCK_D], gl.float32, LAYOUT))
+    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    first = (head.to(gl.int64) * padded_q + start) * BLOCK_D
+    sums = dq_sums + first + gl.arange(0, ROWS * BLOCK_D, FLAT)
+    gl.store(sums, gl.zeros([ROWS * BLOCK_D], gl.float32, FLAT))
 
 
 @gluon.jit
