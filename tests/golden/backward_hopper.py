@@ -49,7 +49,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #   Q_PREFETCH    a step's product with K waits for the next step, whose exponentials hide it
 # Given by the problem
 #   HEAD_DIM      channels; BLOCK_D the power of two that holds them
-#   RAGGED_K      the last tile of keys reaches past seqlen_k
+#   RAGGED_K      the last tile of keys reaches past seqlen_k, and no diagonal hides what lies there
 #   GROUPED       several query heads share a KV head
 
 

@@ -49,7 +49,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #   Q_PREFETCH    a step's product with K waits for the next step, whose exponentials hide it
 # Given by the problem
 #   HEAD_DIM      channels; BLOCK_D the power of two that holds them
-#   RAGGED_K      the last tile of keys reaches past seqlen_k
+#   RAGGED_K      the last tile of keys reaches past seqlen_k, and no diagonal hides what lies there
 #   GROUPED       several query heads share a KV head
 
 
@@ -1687,7 +1687,7 @@ def plan(
         block_m,
         bias,
         *(() if wide else (knobs["KV_VOLATILE"],)),
-        seqlen_k % block_n != 0,
+        False,  # the diagonal hides what lies past the last key
         num_heads != num_kv_heads,
     )
     options = {"num_warps": 4, "maxnreg": REGISTERS}
@@ -1719,7 +1719,7 @@ def plan(
         knobs["Q_V_STAGES"],
         knobs["Q_PREFETCH"],
         knobs["Q_VOLATILE"],
-        seqlen_k % q_block_n != 0,
+        False,  # the diagonal hides what lies past the last key
         num_heads != num_kv_heads,
     )
     return [*launches, (backward_q_kernel, (heads * q_tiles,), q_arguments, options)]

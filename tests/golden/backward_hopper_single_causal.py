@@ -49,7 +49,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #   DQ_FIRST      dq is multiplied before dk and dv, and added up under them
 # Given by the problem
 #   HEAD_DIM      channels; BLOCK_D the power of two that holds them
-#   RAGGED_K      the last tile of keys reaches past seqlen_k
+#   RAGGED_K      the last tile of keys reaches past seqlen_k, and no diagonal hides what lies there
 #   GROUPED       several query heads share a KV head
 
 
@@ -1166,7 +1166,7 @@ def plan(
         bias,
         knobs["DS_SLOTS"],
         knobs["DQ_FIRST"],
-        seqlen_k % block_n != 0,
+        False,  # the diagonal hides what lies past the last key
         num_heads != num_kv_heads,
     )
     options = {"num_warps": 4, "maxnreg": REGISTERS}

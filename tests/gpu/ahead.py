@@ -1,13 +1,14 @@
 """Kernels that a test on a GPU will launch, compiled side by side before the first of them runs."""
 
 import atexit
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
 from autoflash.config import Config
 from autoflash.gpu import Gpu
 from autoflash.kernel import precompile
-from autoflash.pool import CompilePool
+from autoflash.pool import CompilePool, processes_wanted
 from autoflash.problem import Problem
 from autoflash.records import Resources
 
@@ -40,6 +41,8 @@ def compile_ahead(
 
 @cache
 def _pool(with_lse: tuple[bool, ...], wide_rows: int) -> CompilePool:
-    pool = CompilePool(partial(EveryKernel, with_lse, wide_rows))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # each has a pool of its own
+    processes = max(2, processes_wanted() // workers)
+    pool = CompilePool(partial(EveryKernel, with_lse, wide_rows), processes)
     atexit.register(pool.close)
     return pool
