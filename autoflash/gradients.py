@@ -2,7 +2,9 @@
 
 With P = exp(s - lse) and dP = dout v^T, dS = P (dP - delta + dlse) where delta = rowsum(dout out);
 then dv = P^T dout, dq = scale dS k and dk = scale dS^T q, summed over the heads of a group
-(FlashAttention-2, algorithm 2).
+(FlashAttention-2, algorithm 2). With a softcap dq and dk take dS times its slope. The gradient of a
+bias is dS, summed over what shares it; that of a sink, whose v is 0, the sum over the rows of
+exp(sink - lse) (dlse - delta).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from autoflash.inputs import TORCH_DTYPES, Inputs
+from autoflash.forward import lse_of_sequence, of_sequence
+from autoflash.inputs import TORCH_DTYPES, Inputs, packed_lengths
 from autoflash.mask import visible
 from autoflash.problem import Problem
 from autoflash.reference import Row, eager, product_in_order, reference
+from autoflash.runtime.modifiers import modifiers_of
+from autoflash.scores import changed_scores, softcap_slope
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -26,6 +31,16 @@ class Gradients(NamedTuple):
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+
+
+class ModifierGradients(NamedTuple):
+    """Of a bias, four axes of which those are 1 that share it, and of sinks, (num_heads,).
+
+    None where there is no such modifier, or nobody asks.
+    """
+
+    dbias: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
 
 
 def reference_gradients(
@@ -39,7 +54,17 @@ def reference_gradients(
     1 wide.
     """
     out, lse = reference(inputs, softmax_scale)
-    return _whole(replace(inputs, out=out, lse=lse), softmax_scale, torch.float64, None)
+    whole = _whole(replace(inputs, out=out, lse=lse), softmax_scale, torch.float64, None)
+    return whole[0].gradients, whole[1].gradients
+
+
+def reference_modifier_gradients(
+    inputs: Inputs, softmax_scale: float | None = None
+) -> tuple[ModifierGradients, ModifierGradients]:
+    """The same of the modifiers. A row of dbias is one of keys, each number of dsinks its own."""
+    out, lse = reference(inputs, softmax_scale)
+    whole = _whole(replace(inputs, out=out, lse=lse), softmax_scale, torch.float64, None)
+    return whole[0].of_modifiers, whole[1].of_modifiers
 
 
 def eager_gradients(inputs: Inputs, softmax_scale: float | None = None) -> Gradients:
@@ -50,7 +75,21 @@ def eager_gradients(inputs: Inputs, softmax_scale: float | None = None) -> Gradi
     dtype = TORCH_DTYPES[inputs.problem.dtype]
     out, lse = eager(inputs, softmax_scale)
     given = replace(inputs, out=out, lse=lse)
-    return _rounded(_whole(given, softmax_scale, torch.float32, dtype)[0], dtype)
+    return _rounded(_whole(given, softmax_scale, torch.float32, dtype)[0].gradients, dtype)
+
+
+def eager_modifier_gradients(
+    inputs: Inputs, softmax_scale: float | None = None
+) -> ModifierGradients:
+    """The same of the modifiers, of dS that nobody rounded, in the types of the modifiers."""
+    dtype = TORCH_DTYPES[inputs.problem.dtype]
+    out, lse = eager(inputs, softmax_scale)
+    given = replace(inputs, out=out, lse=lse)
+    dbias, dsinks = _whole(given, softmax_scale, torch.float32, dtype)[0].of_modifiers
+    return ModifierGradients(
+        None if dbias is None or inputs.bias is None else dbias.to(inputs.bias.dtype),
+        None if dsinks is None or inputs.sinks is None else dsinks.to(inputs.sinks.dtype),
+    )
 
 
 def reference_gradient_rows(
@@ -75,53 +114,107 @@ def eager_gradient_rows(
 def key_rows(problem: Problem, rows: Sequence[Row]) -> list[Row]:
     """(sequence, KV head, key) for each query's row: as far along the keys, of its group's head."""
     p = problem
-    last_key, last_query = p.seqlen_k - 1, max(1, p.seqlen_q - 1)
-    return [(b, head // p.group_size, i * last_key // last_query) for b, head, i in rows]
+    queries, keys = [p.seqlen_q] * p.batch, [p.seqlen_k] * p.batch
+    if p.varlen:
+        queries, keys = packed_lengths(p)
+    return [
+        (b, head // p.group_size, max(0, i * (keys[b] - 1) // max(1, queries[b] - 1)))
+        for b, head, i in rows
+    ]
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A KV head of a sequence and its query heads: q, out and dout (group, seqlen_q, head_dim)."""
+    """A KV head of sequence `b` and its query heads: q, out, dout (group, queries, head_dim)."""
 
+    inputs: Inputs
+    b: int
+    heads: slice
     q: torch.Tensor
-    k: torch.Tensor  # (seqlen_k, head_dim), as v
+    k: torch.Tensor  # (keys, head_dim), as v
     v: torch.Tensor
     out: torch.Tensor
     dout: torch.Tensor
-    lse: torch.Tensor  # (group, seqlen_q), as dlse
+    lse: torch.Tensor  # (group, queries), as dlse
     dlse: torch.Tensor
 
 
 def _group_of(inputs: Inputs, b: int, kv_head: int, compute: torch.dtype) -> _Group:
-    p = inputs.problem
+    p, ends = inputs.problem, inputs.cu_seqlens_q
     assert inputs.out is not None and inputs.dout is not None and inputs.lse is not None
-
-    def heads_first(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[b].transpose(0, 1) if p.layout == "bshd" else tensor[b]
-
     heads = slice(kv_head * p.group_size, (kv_head + 1) * p.group_size)
-    q, out, dout = (heads_first(t)[heads].to(compute) for t in (inputs.q, inputs.out, inputs.dout))
-    k, v = (heads_first(t)[kv_head].to(compute) for t in (inputs.k, inputs.v))
-    lse = inputs.lse[b, heads].to(compute)
-    dlse = torch.zeros_like(lse) if inputs.dlse is None else inputs.dlse[b, heads].to(compute)
-    return _Group(q, k, v, out, dout, lse, dlse)
+    q, out, dout = (
+        of_sequence(p, ends, b, t)[heads].to(compute) for t in (inputs.q, inputs.out, inputs.dout)
+    )
+    k, v = (
+        of_sequence(p, inputs.cu_seqlens_k, b, t)[kv_head].to(compute) for t in (inputs.k, inputs.v)
+    )
+    lse = lse_of_sequence(ends, b, inputs.lse)[heads].to(compute)
+    dlse = torch.zeros_like(lse)
+    if inputs.dlse is not None:
+        dlse = lse_of_sequence(ends, b, inputs.dlse)[heads].to(compute)
+    return _Group(inputs, b, heads, q, k, v, out, dout, lse, dlse)
+
+
+class _Whole(NamedTuple):
+    gradients: Gradients
+    of_modifiers: ModifierGradients
 
 
 def _whole(
     inputs: Inputs, softmax_scale: float | None, compute: torch.dtype, p_dtype: torch.dtype | None
-) -> tuple[Gradients, Gradients]:
+) -> tuple[_Whole, _Whole]:
+    """All gradients, and the sizes of their rows."""
     p = inputs.problem
     scale = p.head_dim**-0.5 if softmax_scale is None else softmax_scale
     every = slice(None)
-    found = []
+    found, added = [], [_zeros(inputs, compute), _zeros(inputs, compute)]
     for b in range(p.batch):
+        found.append([])
         for kv_head in range(p.num_kv_heads):
             group = _group_of(inputs, b, kv_head, compute)
-            terms = _terms(p, group, every, every, scale, p_dtype)
-            found.append([_summed(one, p_dtype) for one in terms])
-    gradients, squares = zip(*found, strict=True)
-    sizes = [_sizes(each) for each in squares]
-    return _assembled(p, gradients), _assembled(p, sizes)
+            terms = _terms(group, every, every, scale, p_dtype)
+            found[-1].append([_summed(one, p_dtype) for one in terms])
+            for sums, one, power in zip(added, terms, (1, 2), strict=True):
+                _add_modifiers(sums, group, one, power)
+    of_gradients, squares = ([[pair[n] for pair in of_b] for of_b in found] for n in (0, 1))
+    sizes = [[_sizes(each) for each in of_b] for of_b in squares]
+    dbias, dsinks = added[1]
+    of_modifiers = ModifierGradients(
+        None if dbias is None else dbias.mean(dim=-1, keepdim=True).sqrt(),
+        None if dsinks is None else dsinks.sqrt(),
+    )
+    return (
+        _Whole(_assembled(p, of_gradients), added[0]),
+        _Whole(_assembled(p, sizes), of_modifiers),
+    )
+
+
+def _zeros(inputs: Inputs, compute: torch.dtype) -> ModifierGradients:
+    bias, sinks = inputs.bias, inputs.sinks
+    if bias is not None:
+        shape = (1,) * (4 - bias.dim()) + bias.shape
+        bias = torch.zeros(shape, dtype=compute, device=bias.device)
+    return ModifierGradients(
+        bias, None if sinks is None else torch.zeros_like(sinks, dtype=compute)
+    )
+
+
+def _add_modifiers(sums: ModifierGradients, group: "_Group", terms: "_Terms", power: int) -> None:
+    """Add what one group has of the modifiers' gradients, or with a power of 2 of their squares."""
+    if sums.dbias is not None:
+        batches, heads, *own = sums.dbias.shape
+        part = terms.of_scores
+        for axis, size in enumerate((heads, *own)):
+            part = part.sum(dim=axis, keepdim=True) if size == 1 else part
+        target = sums.dbias[group.b if batches > 1 else 0]
+        target[group.heads if heads > 1 else slice(None)] += part
+    if sums.dsinks is not None and group.inputs.sinks is not None:
+        sinks = group.inputs.sinks[group.heads, None].to(group.lse.dtype)
+        p = (sinks - group.lse).exp().masked_fill(group.lse.isinf(), 0.0)
+        delta = (group.dout * group.out).pow(power).sum(dim=2)
+        part = p * (group.dlse - delta) if power == 1 else p**2 * (group.dlse**2 + delta)
+        sums.dsinks[group.heads] += part.sum(dim=1)
 
 
 def _picked(
@@ -144,8 +237,8 @@ def _picked(
             torch.tensor([row[2] for row in some], device=device) for some in (query_rows, of_keys)
         )
         own = torch.arange(len(queries), device=device)
-        across = _terms(p, group, queries, every, scale, p_dtype)
-        down = _terms(p, group, every, keys, scale, p_dtype)
+        across = _terms(group, queries, every, scale, p_dtype)
+        down = _terms(group, every, keys, scale, p_dtype)
         gradients, squares = (
             Gradients(_summed(a, p_dtype).dq[heads, own], *_summed(d, p_dtype)[1:])
             for a, d in zip(across, down, strict=True)
@@ -156,9 +249,13 @@ def _picked(
 
 
 class _Terms(NamedTuple):
-    """What is multiplied and summed to gradients: p and ds are (group, queries, keys)."""
+    """What is multiplied and summed to gradients: p and ds are (group, queries, keys).
+
+    `of_scores` is the gradient of the final scores, `ds` that of the scaled products.
+    """
 
     p: torch.Tensor
+    of_scores: torch.Tensor
     ds: torch.Tensor
     q: torch.Tensor
     k: torch.Tensor
@@ -167,7 +264,6 @@ class _Terms(NamedTuple):
 
 
 def _terms(
-    problem: Problem,
     group: _Group,
     queries: slice | torch.Tensor,
     keys: slice | torch.Tensor,
@@ -175,20 +271,27 @@ def _terms(
     p_dtype: torch.dtype | None,
 ) -> tuple[_Terms, _Terms]:
     """The terms of some queries and keys, and the squares of the parts of each."""
-    product = _product(p_dtype)
+    problem, product = group.inputs.problem, _product(p_dtype)
+    modifiers = modifiers_of(problem, group.inputs.modifiers)
     q, dout, out = (t[:, queries] for t in (group.q, group.dout, group.out))
     k, v = group.k[keys], group.v[keys]
     lse, dlse = (t[:, queries, None] for t in (group.lse, group.dlse))
-    rows = torch.arange(problem.seqlen_q, device=q.device)[queries]
-    seen = visible(problem, rows, problem.seqlen_k)[:, keys]
-    p = (product(q, k.T) * scale - lse).exp().masked_fill(~seen, 0.0)
+    sizes = (group.q.shape[1], group.k.shape[0])
+    rows = torch.arange(sizes[0], device=q.device)[queries]
+    seen = visible(problem, rows, sizes[1], sizes[0])[:, keys] & ~lse.isinf()
+    scaled = product(q, k.T) * scale
+    scores = changed_scores(modifiers, group.b, group.heads, queries, *sizes, scaled, keys)
+    p = (scores - lse).exp().masked_fill(~seen, 0.0)
     inner = product(dout, v.T) - (dout * out).sum(dim=2, keepdim=True) + dlse
-    ds = (p * inner).masked_fill(~seen, 0.0)
+    of_scores = (p * inner).masked_fill(~seen, 0.0)
+    slope = softcap_slope(modifiers, scaled)
+    ds = of_scores * slope
     size = torch.matmul(dout**2, v.T**2) + (dout * out).pow(2).sum(dim=2, keepdim=True) + dlse**2
-    squares = _Terms(p**2, p**2 * size, q**2, k**2, dout**2, scale**2)
+    size = (p**2 * size).masked_fill(~seen, 0.0)
+    squares = _Terms(p**2, size, size * slope**2, q**2, k**2, dout**2, scale**2)
     if p_dtype is not None:
         p, ds = (each.to(p_dtype).to(q.dtype) for each in (p, ds))
-    return _Terms(p, ds, q, k, dout, scale), squares
+    return _Terms(p, of_scores, ds, q, k, dout, scale), squares
 
 
 def _summed(terms: _Terms, p_dtype: torch.dtype | None) -> Gradients:
@@ -214,14 +317,17 @@ def _sizes(squares: Gradients) -> Gradients:
     return Gradients(*(each.mean(dim=-1, keepdim=True).sqrt() for each in squares))
 
 
-def _assembled(problem: Problem, of_groups: Sequence[Gradients]) -> Gradients:
-    """Gradients in the problem's layout of those of each KV head, all of a sequence together."""
-    p = problem
-    dq, dk, dv = (torch.stack(each) for each in zip(*of_groups, strict=True))
-    dq = dq.view(p.batch, p.num_heads, p.seqlen_q, dq.shape[-1])
-    dk, dv = (t.view(p.batch, p.num_kv_heads, *t.shape[1:]) for t in (dk, dv))
-    whole = (dq, dk, dv)
-    return Gradients(*((t.transpose(1, 2) for t in whole) if p.layout == "bshd" else whole))
+def _assembled(problem: Problem, of_groups: Sequence[Sequence[Gradients]]) -> Gradients:
+    """Gradients in the problem's layout of those of each KV head of each sequence."""
+    sequences = []
+    for of_heads in of_groups:
+        dq, dk, dv = zip(*of_heads, strict=True)
+        sequences.append((torch.cat(dq), torch.stack(dk), torch.stack(dv)))  # heads first
+    each = zip(*sequences, strict=True)
+    if problem.varlen:
+        return Gradients(*(torch.cat(parts, dim=1).transpose(0, 1) for parts in each))
+    whole = [torch.stack(parts) for parts in each]
+    return Gradients(*((t.transpose(1, 2) for t in whole) if problem.layout == "bshd" else whole))
 
 
 def _rounded(gradients: Gradients, dtype: torch.dtype) -> Gradients:

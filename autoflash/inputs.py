@@ -31,8 +31,8 @@ class Inputs:
     Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
     head_dim), and cu_seqlens_q and cu_seqlens_k (batch + 1,) int32 say where each begins.
 
-    Backward: beside those of prefill its `out` and `lse`, fp32 (batch, num_heads, seqlen_q), and
-    the gradients `dout` and, where lse has one, `dlse`.
+    Backward: beside those of prefill its `out` and `lse`, fp32 of `lse_shape`, and the gradients
+    `dout` and, where lse has one, `dlse`.
     """
 
     problem: Problem
@@ -194,6 +194,20 @@ def make_inputs(
         view.copy_(torch.randn(shape, device=device, generator=generator) * scale)
         return view
 
+    def completed(inputs: Inputs) -> Inputs:
+        """Of a backward with what its forward leaves and the gradients that come in."""
+        if p.op != "backward":
+            return inputs
+        shape = (*inputs.q.shape[:-1], p.head_dim_v)
+        out = empty(*shape, dtype=p.dtype)
+        lse = torch.empty(inputs.lse_shape, device=device)
+        if not meta:
+            own_out, lse = forward(p, inputs.q, inputs.k, inputs.v, inputs.modifiers)
+            out.copy_(own_out)
+        dout = normal(*shape)
+        dlse = torch.randn(lse.shape, device=device, generator=generator) if wide_rows else None
+        return replace(inputs, out=out, lse=lse, dout=dout, dlse=dlse)
+
     p = problem
     if p.varlen:
         rows, keys = packed_lengths(p, lengths, seed)
@@ -205,7 +219,7 @@ def make_inputs(
             for each in (rows, keys)
         ]
         packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends))
-        return Inputs(p, q, k, v, **_modifiers(p, normal, device), **packed)
+        return completed(Inputs(p, q, k, v, **_modifiers(p, normal, device), **packed))
     if p.op != "decode":
         order = (0, 1, 2, 3) if p.layout == "bshd" else (0, 2, 1, 3)
 
@@ -216,17 +230,7 @@ def make_inputs(
         q = tensor(p.seqlen_q, p.num_heads, p.head_dim)
         k = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim)
         v = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim_v)
-        inputs = Inputs(p, q, k, v, **_modifiers(p, normal, device))
-        if p.op == "prefill":
-            return inputs
-        out = empty(*q.shape[:3], p.head_dim_v, dtype=p.dtype)
-        lse = torch.empty(p.batch, p.num_heads, p.seqlen_q, device=device)
-        if not meta:
-            own_out, lse = forward(p, q, k, v)
-            out.copy_(own_out)
-        dout = normal(*q.shape[:3], p.head_dim_v)
-        dlse = torch.randn(lse.shape, device=device, generator=generator) if wide_rows else None
-        return replace(inputs, out=out, lse=lse, dout=dout, dlse=dlse)
+        return completed(Inputs(p, q, k, v, **_modifiers(p, normal, device)))
     q = normal(p.batch, p.seqlen_q, p.num_heads, p.head_dim)
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))
     block_table = None

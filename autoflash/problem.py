@@ -36,6 +36,11 @@ class Variant:
         return tuple(name for name in ("window", *MODIFIERS) if getattr(self, name))
 
     @property
+    def takes_modifiers(self) -> bool:
+        """Whether there is any of what a plan is given beside the plain one's arguments."""
+        return bool(self.modifiers) or self.varlen
+
+    @property
     def changes_scores(self) -> bool:
         """Whether scores are more than products times a scale."""
         return self.softcap or self.alibi or self.bias

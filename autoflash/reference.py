@@ -6,8 +6,9 @@ from itertools import groupby
 import torch
 
 from autoflash.inputs import TORCH_DTYPES, Inputs
-from autoflash.mask import places_after, visible
+from autoflash.mask import visible
 from autoflash.runtime.modifiers import modifiers_of
+from autoflash.scores import changed_scores
 
 Row = tuple[int, int, int]  # sequence, query head, query
 ROWS_AT_ONCE = 2048  # bounds the fp64 score matrix of a long sequence
@@ -119,7 +120,8 @@ def _rows(
     scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
     product = product_in_order if p_dtype == torch.float32 else torch.matmul
     scores = product(q[:, rows], k.transpose(1, 2)) * scale
-    scores = _modified(inputs, b, heads, rows, queries, scores)
+    modifiers = modifiers_of(problem, inputs.modifiers)
+    scores = changed_scores(modifiers, b, heads, rows, queries, k.shape[1], scores)
     scores = scores.masked_fill(~visible(problem, rows, k.shape[1], queries), float("-inf"))
     if inputs.sinks is not None:  # a key that all see and whose v is 0
         sink = inputs.sinks[heads, None, None].to(scores.dtype)
@@ -135,27 +137,6 @@ def _rows(
     if p_dtype is not None:
         p = p.to(p_dtype).to(v.dtype)
     return product(p, v) / total.masked_fill(total == 0, 1.0), lse
-
-
-def _modified(
-    inputs: Inputs,
-    b: int,
-    heads: slice,
-    rows: torch.Tensor,
-    queries: int,
-    scores: torch.Tensor,
-) -> torch.Tensor:
-    """Scaled scores (heads, rows, keys) of sequence `b` capped, then biased."""
-    if inputs.softcap:
-        scores = inputs.softcap * (scores / inputs.softcap).tanh()
-    if inputs.alibi_slopes is not None:
-        slopes = inputs.alibi_slopes[b, heads, None, None].to(scores.dtype)
-        scores = scores - slopes * places_after(rows, scores.shape[2], queries).abs()
-    if inputs.bias is not None:
-        whole = modifiers_of(inputs.problem, inputs.modifiers).bias
-        assert whole is not None
-        scores = scores + whole[b, heads][:, rows].to(scores.dtype)
-    return scores
 
 
 def product_in_order(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

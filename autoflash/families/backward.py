@@ -17,9 +17,16 @@ from autoflash.runtime.validity import prefill_fma_products, prefill_warpgroup_p
 PARTS = (
     "triton_header.py.jinja",
     "backward/tiles.py.jinja",
+    "prefill/modifiers.py.jinja",
+    "prefill/packed.py.jinja",
+    "backward/scores.py.jinja",
     "backward/statistics.py.jinja",
+    "backward/add_queries.py.jinja",
     "backward/keys.py.jinja",
+    "backward/add_keys.py.jinja",
     "backward/queries.py.jinja",
+    "backward/bias.py.jinja",
+    "backward/sinks.py.jinja",
     "backward/plan.py.jinja",
 )
 

@@ -14,9 +14,15 @@ from autoflash.runtime.backward_validity import (
 PARTS = (
     "triton_header.py.jinja",
     "backward/tiles.py.jinja",
+    "prefill/modifiers.py.jinja",
+    "prefill/packed.py.jinja",
+    "backward/scores.py.jinja",
     "backward/statistics.py.jinja",
+    "backward/add_queries.py.jinja",
     "backward/keys.py.jinja",
     "backward/convert.py.jinja",
+    "backward/bias.py.jinja",
+    "backward/sinks.py.jinja",
     "backward/plan.py.jinja",
 )
 KNOBS = tuple(knob for knob in backward.KNOBS if not knob.name.startswith("Q_"))

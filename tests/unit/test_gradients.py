@@ -15,6 +15,7 @@ from autoflash.gradients import (
     key_rows,
     reference_gradient_rows,
     reference_gradients,
+    reference_modifier_gradients,
 )
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
@@ -31,8 +32,8 @@ class Attention(torch.autograd.Function):
     """The fp64 reference forward with the reference gradients as its backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Problem) -> Any:
-        inputs = Inputs(p, q, k, v)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, made: Inputs) -> Any:
+        inputs = replace(made, q=q, k=k, v=v, bias=bias, sinks=sinks)
         out, lse = reference(inputs)
         ctx.inputs = replace(inputs, out=out, lse=lse)
         # a row without keys has no finite lse to differentiate
@@ -40,7 +41,18 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:  # pyright: ignore
-        return *reference_gradients(replace(ctx.inputs, dout=dout, dlse=dlse))[0], None
+        inputs = replace(ctx.inputs, dout=dout, dlse=dlse)
+        dbias, dsinks = reference_modifier_gradients(inputs)[0]
+        if dbias is not None:
+            dbias = dbias.view(ctx.inputs.bias.shape)
+        return *reference_gradients(inputs)[0], dbias, dsinks, None
+
+
+def is_the_derivative(made: Inputs) -> bool:
+    """Whether the reference gradients of these inputs pass torch's gradcheck."""
+    given = (made.q, made.k, made.v, made.bias, made.sinks)
+    tensors = [None if t is None else t.double().requires_grad_() for t in given]
+    return torch.autograd.gradcheck(lambda *qkv: Attention.apply(*qkv, made), tensors)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -48,9 +60,30 @@ class Attention(torch.autograd.Function):
 @pytest.mark.parametrize("lengths", [(4, 4), (2, 5), (5, 2)], ids=str)
 def test_the_reference_gradients_are_the_derivative_of_the_reference(lengths, causal, layout):
     p = problem(*lengths, causal=causal, layout=layout, batch=1, dtype="fp32")
-    made = make_inputs(p)
-    tensors = [t.double().requires_grad_() for t in (made.q, made.k, made.v)]
-    assert torch.autograd.gradcheck(lambda *qkv: Attention.apply(*qkv, p), tensors)
+    assert is_the_derivative(make_inputs(p))
+
+
+EVERYTHING = {"window_left": 1, "window_right": 0, "softcap": True, "sinks": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "bias"),
+    [
+        ({"softcap": True, "sinks": True, "alibi": True, "causal": False}, None),
+        ({**EVERYTHING, "bias": True, "layout": "bhsd"}, (1, 2, 3, 5)),
+        ({"bias": True, "batch": 2, "causal": True}, (3, 1)),
+        ({"bias": True, "batch": 2, "causal": False}, (2, 1, 1, 5)),
+        ({**EVERYTHING, "alibi": True, "layout": "thd", "batch": 3}, None),
+    ],
+    ids=["capped", "everything", "a bias of queries", "a bias of keys", "packed"],
+)
+def test_modifiers_are_differentiated_and_their_own_gradients_are_derivatives(changed, bias):
+    fields = {"dtype": "fp32", "batch": 1, "num_heads": 2, "num_kv_heads": 1, **changed}
+    lengths = [(3, 2), (0, 1), (2, 3)] if changed.get("layout") == "thd" else None
+    made = make_inputs(problem(3, 5, **fields), lengths=lengths)
+    if bias:
+        made = replace(made, bias=torch.randn(bias, generator=torch.Generator().manual_seed(1)))
+    assert is_the_derivative(made)
 
 
 def test_a_row_without_keys_has_no_gradient_and_a_key_that_nobody_sees_neither():
