@@ -1,17 +1,21 @@
 """The error budget: how far a kernel may be from the fp64 reference, derived and never picked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from autoflash.gradients import (
     Gradients,
+    ModifierGradients,
     eager_gradient_rows,
     eager_gradients,
+    eager_modifier_gradients,
     reference_gradient_rows,
     reference_gradients,
+    reference_modifier_gradients,
+    sink_terms,
 )
 from autoflash.inputs import Inputs
 from autoflash.reference import Row, eager, eager_rows, reference, reference_rows
@@ -41,6 +45,7 @@ class Yardstick:
 
     An error is divided by the row's `size`; a row of size 0 must be zero itself. One rounding unit
     of the row's largest element is free, or of its size where that is more, as where terms cancel.
+    `error` is that of the eager computation where it is not the difference of the two.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Yardstick:
         eager: torch.Tensor,
         size: torch.Tensor,
         size_name: str,
+        error: torch.Tensor | None = None,
     ) -> None:
         self.name, self._exact, self._size_name = name, exact, size_name
         self._empty = size == 0
@@ -57,7 +63,7 @@ class Yardstick:
         rounding = torch.finfo(eager.dtype).eps / 2
         largest = exact.abs().amax(dim=-1, keepdim=True)
         self._unit = rounding * (largest / self._size).clamp_min(1.0)
-        error = (eager.double() - exact).abs() / self._size
+        error = ((eager.double() - exact).abs() if error is None else error) / self._size
         self._max, self._mean = error.max().item(), error.pow(2).mean().sqrt().item()
 
     def judge(self, result: torch.Tensor) -> Verdict:
@@ -127,7 +133,10 @@ class Budget:
 
 
 class GradientBudget:
-    """The same for a backward: judges Gradients, whole or with `rows` the rows of `key_rows`."""
+    """The same for a backward: judges Gradients, whole or with `rows` the rows of `key_rows`.
+
+    Of modifiers it judges gradients that are whole, and none where it is asked for `rows`.
+    """
 
     def __init__(
         self,
@@ -147,11 +156,16 @@ class GradientBudget:
             for name, one, eager_one, size in named
             if one.numel()
         ]
+        if rows is None and (inputs.bias is not None or inputs.sinks is not None):
+            self._yardsticks += _of_modifiers(inputs, softmax_scale)
 
-    def judge(self, gradients: Gradients, lse: torch.Tensor | None = None) -> Verdict:
-        """The verdict on all three gradients; the first that is wrong gives the reason."""
+    def judge(self, gradients: Gradients, of_modifiers: ModifierGradients | None = None) -> Verdict:
+        """The verdict on the gradients given; the first that is wrong gives the reason."""
+        given = gradients._asdict() | (of_modifiers or ModifierGradients())._asdict()
         judged = [
-            yardstick.judge(getattr(gradients, yardstick.name)) for yardstick in self._yardsticks
+            yardstick.judge(_rows(given[yardstick.name]))
+            for yardstick in self._yardsticks
+            if given[yardstick.name] is not None
         ]
         return Verdict(
             reason=next((verdict.reason for verdict in judged if verdict.reason), ""),
@@ -161,16 +175,42 @@ class GradientBudget:
         )
 
 
-class Judge(Protocol):
-    """A Budget or a GradientBudget; `out` is what the op's plan writes."""
+def _of_modifiers(inputs: Inputs, softmax_scale: float | None) -> list[Yardstick]:
+    """What judges dbias and dsinks, of those that there are.
 
-    def judge(self, out: Any, lse: torch.Tensor | None, /) -> Verdict: ...
+    Of the few numbers of dsinks the eager error may be small by chance: the errors of all terms
+    that each sums count, without their signs.
+    """
+    exact, sizes = reference_modifier_gradients(inputs, softmax_scale)
+    rounded, found = eager_modifier_gradients(inputs, softmax_scale), []
+    for name, one, eager_one, size in zip(exact._fields, exact, rounded, sizes, strict=True):
+        if one is None or eager_one is None or size is None or not one.numel():
+            continue
+        error = None
+        if name == "dsinks":
+            forwards = (reference(inputs, softmax_scale), eager(inputs, softmax_scale))
+            terms = [sink_terms(replace(inputs, out=out, lse=lse))[0] for out, lse in forwards]
+            error = (terms[1].double() - terms[0]).abs().sum(dim=1, keepdim=True)
+        of_rows = (_rows(one), _rows(eager_one), _felt(_rows(size)))
+        found.append(Yardstick(name, *of_rows, "row sizes", error))
+    return found
+
+
+class Judge(Protocol):
+    """A Budget or a GradientBudget, of the two results that the op's plan writes."""
+
+    def judge(self, out: Any, beside: Any, /) -> Verdict: ...
 
 
 def budget_of(inputs: Inputs, rows: Sequence[Row] | None = None) -> Judge:
     """What judges the results of the inputs' op."""
     kind = GradientBudget if inputs.problem.op == "backward" else Budget
     return kind(inputs, rows=rows)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Each number of a vector, such as dsinks, as a row of its own."""
+    return tensor[:, None] if tensor.dim() == 1 else tensor
 
 
 def _felt(size: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,16 @@ from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
-from autoflash.gradients import Gradients, key_rows
+from autoflash.gradients import Gradients, ModifierGradients, key_rows
 from autoflash.inputs import Inputs, make_inputs, packed_lengths
-from autoflash.kernel import NewWorkspace, Result, load, plan_of
+from autoflash.kernel import (
+    Beside,
+    NewWorkspace,
+    Result,
+    load,
+    modifier_gradients_like,
+    plan_of,
+)
 from autoflash.problem import Problem, Variant
 from autoflash.reference import Row
 from autoflash.render import render
@@ -134,7 +141,7 @@ def plan_for(
     config: Config,
     gpu: Gpu,
     out: Result,
-    lse: torch.Tensor | None,
+    lse: Beside,
     new_workspace: NewWorkspace | None = None,
 ) -> list[Launch]:
     """The launches of a config on these inputs."""
@@ -156,7 +163,7 @@ class Checker:
         inputs: Inputs,
         config: Config,
         out: Result,
-        lse: torch.Tensor | None,
+        lse: Beside,
         new_workspace: NewWorkspace | None = None,
     ) -> list[Launch]:
         return plan_for(inputs, config, self._gpu, out, lse, new_workspace)
@@ -183,7 +190,9 @@ class Checker:
         try:
             out, lse = self.run(inputs, config)
             for _ in range(REPEATS - 1 if family_of(config.family).repeats else 0):
-                _same_bits(out, self.run(inputs, config)[0], "two runs at the real size")
+                again = self.run(inputs, config)
+                _same_bits(out, again[0], "two runs at the real size")
+                _same_bits_beside(lse, again[1], "two runs at the real size")
         finally:  # whatever else is wrong: other candidates are judged on these inputs
             for name, now in sums_of(inputs).items():
                 if now != sums[name]:
@@ -191,18 +200,20 @@ class Checker:
                     raise Failure("correctness", told, fatal=True)
         return _right(budget.judge(*picked(inputs.problem, out, lse, rows)), "at the real size")
 
-    def run(
-        self, inputs: Inputs, config: Config, with_lse: bool = True
-    ) -> tuple[Result, torch.Tensor | None]:
-        """`out` and `lse` of one launch, or the gradients and None; all is full of NaN before it.
+    def run(self, inputs: Inputs, config: Config, with_lse: bool = True) -> tuple[Result, Beside]:
+        """`out` and `lse` of one launch, or the gradients; all is full of NaN before it.
 
-        Raises Failure when the candidate wrote around one of them.
+        Without `lse` a backward is run without the gradients of its modifiers. Raises Failure
+        when the candidate wrote around one of them.
         """
         canaries, p = Canaries(self._device), inputs.problem
-        lse = None
+        lse: Beside = None
         if p.op == "backward":
             named = zip(Gradients._fields, (inputs.q, inputs.k, inputs.v), strict=True)
             out = Gradients(*(canaries.new(name, of.shape, of.dtype) for name, of in named))
+            named = modifier_gradients_like(inputs).items() if with_lse else ()
+            made = {name: canaries.new(name, like.shape, like.dtype) for name, like in named}
+            lse = ModifierGradients(**made) if made else None
         else:
             out = canaries.new("out", (*inputs.q.shape[:-1], p.head_dim_v), inputs.q.dtype)
         if with_lse and p.op != "backward":
@@ -215,7 +226,7 @@ class Checker:
         given = Canaries(self._device)
         inputs = given.inputs(case.inputs(seed, self._device))
 
-        def run(with_lse: bool = True) -> tuple[Result, torch.Tensor | None]:
+        def run(with_lse: bool = True) -> tuple[Result, Beside]:
             result = self.run(inputs, config, with_lse)
             _kept_to_its_own(given)
             return result
@@ -225,6 +236,7 @@ class Checker:
         budget = _budget(case, seed, self._device)
         if family_of(config.family).repeats:
             _same_bits(out, again, "two runs")
+            _same_bits_beside(lse, lse_again, "two runs")
         else:
             _right(budget.judge(again, lse_again), "in the second run")
         verdict = _right(budget.judge(out, lse), f"with lengths {case.lengths_told}")
@@ -257,31 +269,41 @@ def sample_rows(problem: Problem, seed: int) -> list[Row]:
         for _ in range(SAMPLED_ROWS - len(rows))
     }
     if p.varlen:
-        queries = packed_lengths(p)[0]
-        rows = {(b, h, min(i, queries[b] - 1)) for b, h, i in rows if queries[b]}
+        queries, keys = packed_lengths(p)
+        used = [bool(q and (k or p.op != "backward")) for q, k in zip(queries, keys, strict=True)]
+        rows = {(b, h, min(i, queries[b] - 1)) for b, h, i in rows if used[b]}
     return sorted(rows)
 
 
 def picked(
-    problem: Problem, out: Result, lse: torch.Tensor | None, rows: list[Row]
+    problem: Problem, out: Result, lse: Beside, rows: list[Row]
 ) -> tuple[Any, torch.Tensor | None]:
     """The rows of a result: `out` (rows, head_dim_v) and `lse` (rows,).
 
     Of gradients those of dq, and the `key_rows` of dk and dv.
     """
+    queries, keys = packed_lengths(problem) if problem.varlen else ([], [])
     if isinstance(out, Gradients):
         of_keys = key_rows(problem, rows)
-        each = zip(out, (rows, of_keys, of_keys), strict=True)
-        return Gradients(*(_rows_of(problem, tensor, places) for tensor, places in each)), None
-    b, h, i = (torch.tensor(index, device=out.device) for index in zip(*rows, strict=True))
-    if problem.varlen:
-        starts = torch.tensor([0, *packed_lengths(problem)[0]], device=out.device).cumsum(0)
-        return out[starts[b] + i, h], None if lse is None else lse[h, starts[b] + i]
-    return _rows_of(problem, out, rows), None if lse is None else lse[b, h, i]
+        each = zip(out, (rows, of_keys, of_keys), (queries, keys, keys), strict=True)
+        return Gradients(*(_rows_of(problem, *of_one) for of_one in each)), None
+    assert not isinstance(lse, ModifierGradients)
+    of_out = _rows_of(problem, out, rows, queries)
+    if lse is None:
+        return of_out, None
+    of_lse = lse.transpose(0, 1) if problem.varlen else lse.transpose(1, 2)
+    tokens_first = replace(problem, layout="thd" if problem.varlen else "bshd")
+    return of_out, _rows_of(tokens_first, of_lse, rows, queries)
 
 
-def _rows_of(problem: Problem, tensor: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+def _rows_of(
+    problem: Problem, tensor: torch.Tensor, rows: list[Row], lengths: list[int]
+) -> torch.Tensor:
+    """Rows (sequence, head, token); `lengths` are those of packed sequences."""
     b, h, i = (torch.tensor(index, device=tensor.device) for index in zip(*rows, strict=True))
+    if problem.varlen:
+        starts = torch.tensor([0, *lengths], device=tensor.device).cumsum(0)
+        return tensor[starts[b] + i, h]
     return tensor[b, i, h] if problem.layout == "bshd" else tensor[b, h, i]
 
 
@@ -300,6 +322,14 @@ def _same_bits(one: Result, other: Result, what: str) -> None:
     assert isinstance(other, torch.Tensor)
     if not torch.equal(one.view(bits), other.view(bits)):
         raise Failure("correctness", f"{what} differ")
+
+
+def _same_bits_beside(one: Beside, other: Beside, what: str) -> None:
+    """Of the gradients of modifiers: `lse` has no bits that `out` has not."""
+    if isinstance(one, ModifierGradients) and isinstance(other, ModifierGradients):
+        for name, a, b in zip(ModifierGradients._fields, one, other, strict=True):
+            if a is not None and b is not None:
+                _same_bits(a, b, f"{name} of {what}")
 
 
 def _right(verdict: Verdict, where: str) -> Verdict:

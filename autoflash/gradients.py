@@ -63,8 +63,15 @@ def reference_modifier_gradients(
 ) -> tuple[ModifierGradients, ModifierGradients]:
     """The same of the modifiers. A row of dbias is one of keys, each number of dsinks its own."""
     out, lse = reference(inputs, softmax_scale)
-    whole = _whole(replace(inputs, out=out, lse=lse), softmax_scale, torch.float64, None)
-    return whole[0].of_modifiers, whole[1].of_modifiers
+    given = replace(inputs, out=out, lse=lse)
+    whole = _whole(given, softmax_scale, torch.float64, None)
+    if inputs.sinks is None:
+        return ModifierGradients(whole[0].dbias), ModifierGradients(whole[1].dbias)
+    terms, squares = sink_terms(given)
+    return (
+        ModifierGradients(whole[0].dbias, terms.sum(dim=1)),
+        ModifierGradients(whole[1].dbias, squares.sum(dim=1).sqrt()),
+    )
 
 
 def eager_gradients(inputs: Inputs, softmax_scale: float | None = None) -> Gradients:
@@ -85,11 +92,36 @@ def eager_modifier_gradients(
     dtype = TORCH_DTYPES[inputs.problem.dtype]
     out, lse = eager(inputs, softmax_scale)
     given = replace(inputs, out=out, lse=lse)
-    dbias, dsinks = _whole(given, softmax_scale, torch.float32, dtype)[0].of_modifiers
+    dbias = _whole(given, softmax_scale, torch.float32, dtype)[0].dbias
     return ModifierGradients(
         None if dbias is None or inputs.bias is None else dbias.to(inputs.bias.dtype),
-        None if dsinks is None or inputs.sinks is None else dsinks.to(inputs.sinks.dtype),
+        None if inputs.sinks is None else sink_terms(given)[0].sum(dim=1).to(inputs.sinks.dtype),
     )
+
+
+def sink_terms(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each row adds to dsinks, (num_heads, rows of all sequences), and its size squared.
+
+    Of the inputs' own `out` and `lse`, in the latter's type.
+    """
+    p = inputs.problem
+    assert inputs.out is not None and inputs.dout is not None
+    assert inputs.lse is not None and inputs.sinks is not None
+    compute = inputs.lse.dtype
+
+    def heads_first(of_rows: torch.Tensor, heads: int) -> torch.Tensor:
+        return of_rows.movedim(heads, 0).flatten(1)
+
+    heads = {"thd": 1, "bshd": 2, "bhsd": 1}[p.layout]
+    products = inputs.dout.to(compute) * inputs.out.to(compute)
+    delta = heads_first(products.sum(dim=-1), heads)
+    size = heads_first(products.pow(2).sum(dim=-1), heads)
+    lse = heads_first(inputs.lse, 0 if p.varlen else 1)
+    dlse = torch.zeros_like(lse)
+    if inputs.dlse is not None:
+        dlse = heads_first(inputs.dlse, 0 if p.varlen else 1).to(compute)
+    weights = (inputs.sinks[:, None].to(compute) - lse).exp().masked_fill(lse.isinf(), 0.0)
+    return weights * (dlse - delta), weights**2 * (dlse**2 + size)
 
 
 def reference_gradient_rows(
@@ -158,7 +190,7 @@ def _group_of(inputs: Inputs, b: int, kv_head: int, compute: torch.dtype) -> _Gr
 
 class _Whole(NamedTuple):
     gradients: Gradients
-    of_modifiers: ModifierGradients
+    dbias: torch.Tensor | None
 
 
 def _whole(
@@ -168,53 +200,39 @@ def _whole(
     p = inputs.problem
     scale = p.head_dim**-0.5 if softmax_scale is None else softmax_scale
     every = slice(None)
-    found, added = [], [_zeros(inputs, compute), _zeros(inputs, compute)]
+    found, of_bias = [], [_zeros(inputs, compute), _zeros(inputs, compute)]
     for b in range(p.batch):
         found.append([])
         for kv_head in range(p.num_kv_heads):
             group = _group_of(inputs, b, kv_head, compute)
             terms = _terms(group, every, every, scale, p_dtype)
             found[-1].append([_summed(one, p_dtype) for one in terms])
-            for sums, one, power in zip(added, terms, (1, 2), strict=True):
-                _add_modifiers(sums, group, one, power)
+            for dbias, one in zip(of_bias, terms, strict=True):
+                _add_to_bias(dbias, group, one.of_scores)
     of_gradients, squares = ([[pair[n] for pair in of_b] for of_b in found] for n in (0, 1))
     sizes = [[_sizes(each) for each in of_b] for of_b in squares]
-    dbias, dsinks = added[1]
-    of_modifiers = ModifierGradients(
-        None if dbias is None else dbias.mean(dim=-1, keepdim=True).sqrt(),
-        None if dsinks is None else dsinks.sqrt(),
-    )
-    return (
-        _Whole(_assembled(p, of_gradients), added[0]),
-        _Whole(_assembled(p, sizes), of_modifiers),
-    )
+    dbias, square = of_bias
+    size = None if square is None else square.mean(dim=-1, keepdim=True).sqrt()
+    return _Whole(_assembled(p, of_gradients), dbias), _Whole(_assembled(p, sizes), size)
 
 
-def _zeros(inputs: Inputs, compute: torch.dtype) -> ModifierGradients:
-    bias, sinks = inputs.bias, inputs.sinks
-    if bias is not None:
-        shape = (1,) * (4 - bias.dim()) + bias.shape
-        bias = torch.zeros(shape, dtype=compute, device=bias.device)
-    return ModifierGradients(
-        bias, None if sinks is None else torch.zeros_like(sinks, dtype=compute)
-    )
+def _zeros(inputs: Inputs, compute: torch.dtype) -> torch.Tensor | None:
+    """A dbias to be added to, four axes."""
+    if inputs.bias is None:
+        return None
+    shape = (1,) * (4 - inputs.bias.dim()) + inputs.bias.shape
+    return torch.zeros(shape, dtype=compute, device=inputs.bias.device)
 
 
-def _add_modifiers(sums: ModifierGradients, group: "_Group", terms: "_Terms", power: int) -> None:
-    """Add what one group has of the modifiers' gradients, or with a power of 2 of their squares."""
-    if sums.dbias is not None:
-        batches, heads, *own = sums.dbias.shape
-        part = terms.of_scores
-        for axis, size in enumerate((heads, *own)):
-            part = part.sum(dim=axis, keepdim=True) if size == 1 else part
-        target = sums.dbias[group.b if batches > 1 else 0]
-        target[group.heads if heads > 1 else slice(None)] += part
-    if sums.dsinks is not None and group.inputs.sinks is not None:
-        sinks = group.inputs.sinks[group.heads, None].to(group.lse.dtype)
-        p = (sinks - group.lse).exp().masked_fill(group.lse.isinf(), 0.0)
-        delta = (group.dout * group.out).pow(power).sum(dim=2)
-        part = p * (group.dlse - delta) if power == 1 else p**2 * (group.dlse**2 + delta)
-        sums.dsinks[group.heads] += part.sum(dim=1)
+def _add_to_bias(dbias: torch.Tensor | None, group: _Group, part: torch.Tensor) -> None:
+    """Add the gradients of one group's scores, summed over what shares a bias."""
+    if dbias is None:
+        return
+    batches, heads, *own = dbias.shape
+    for axis, size in enumerate((heads, *own)):
+        part = part.sum(dim=axis, keepdim=True) if size == 1 else part
+    of_sequence_b = dbias[group.b if batches > 1 else 0]
+    of_sequence_b[group.heads if heads > 1 else slice(None)] += part
 
 
 def _picked(

@@ -23,7 +23,7 @@ from autoflash.config import Config
 from autoflash.errors import AutoflashError
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
-from autoflash.gradients import Gradients
+from autoflash.gradients import Gradients, ModifierGradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.launcher import build_launcher
 from autoflash.problem import Problem, Variant
@@ -31,7 +31,7 @@ from autoflash.records import Resources
 from autoflash.render import Rendered, render
 from autoflash.runtime.launch import Launch, compile_plan
 from autoflash.runtime.load import load_text
-from autoflash.runtime.modifiers import modifiers_of, prefill_plan
+from autoflash.runtime.modifiers import backward_plan, modifiers_of, prefill_plan
 from autoflash.runtime.scales import cache_form
 from autoflash.whole_file import write_whole
 
@@ -39,6 +39,7 @@ WARP_SIZE = {"nvidia": 32, "amd": 64}
 
 NewWorkspace = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 Result = torch.Tensor | Gradients  # `out`, or of a backward all three
+Beside = torch.Tensor | ModifierGradients | None  # `lse`, or of a backward those of its modifiers
 
 
 class CompileError(Exception):
@@ -92,15 +93,29 @@ def new_outputs(inputs: Inputs, fill: float = float("nan")) -> tuple[torch.Tenso
     return out, torch.full(inputs.lse_shape, fill, dtype=torch.float32, device=inputs.q.device)
 
 
-def new_results(inputs: Inputs, fill: float = float("nan")) -> tuple[Result, torch.Tensor | None]:
-    """What a plan writes: `new_outputs`, or the gradients of a backward, contiguous, and None."""
+def new_results(inputs: Inputs, fill: float = float("nan")) -> tuple[Result, Beside]:
+    """What a plan writes: `new_outputs`, or the gradients of a backward, contiguous."""
     if inputs.problem.op != "backward":
         return new_outputs(inputs, fill)
     q, k, v = (
         torch.full(t.shape, fill, dtype=t.dtype, device=t.device)
         for t in (inputs.q, inputs.k, inputs.v)
     )
-    return Gradients(q, k, v), None
+    made = {
+        name: torch.full(like.shape, fill, dtype=like.dtype, device=like.device)
+        for name, like in modifier_gradients_like(inputs).items()
+    }
+    return Gradients(q, k, v), ModifierGradients(**made) if made else None
+
+
+def modifier_gradients_like(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """For each of ModifierGradients that the inputs have one whose form it has."""
+    found = {}
+    if inputs.bias is not None:
+        found["dbias"] = inputs.bias.view((1,) * (4 - inputs.bias.dim()) + inputs.bias.shape)
+    if inputs.sinks is not None:
+        found["dsinks"] = inputs.sinks
+    return found
 
 
 def _poison_of(dtype: torch.dtype) -> float:
@@ -112,7 +127,7 @@ def plan_of(
     module: ModuleType,
     inputs: Inputs,
     out: Result,
-    lse: torch.Tensor | None,
+    lse: Beside,
     gpu: Gpu,
     config: Config,
     softmax_scale: float | None = None,
@@ -121,7 +136,8 @@ def plan_of(
 ) -> list[Launch]:
     """What a rendered module would launch for these inputs. Launches nothing.
 
-    Workspaces are uninitialised, or poisoned, or what `new_workspace` gives.
+    `out` and `lse` are results as `new_results` makes them. Workspaces are uninitialised, or
+    poisoned, or what `new_workspace` gives.
     """
     p = inputs.problem
     scale = p.head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -137,8 +153,9 @@ def plan_of(
         return prefill_plan(module, p, modifiers_of(p, inputs.modifiers), *plain)
     if isinstance(out, Gradients):
         forward = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse)
-        given = (*forward, inputs.dout, inputs.dlse)
-        return module.plan(*given, *out, scale, p.layout, *tail)
+        given = (*forward, inputs.dout, inputs.dlse, *out, scale, p.layout, *tail)
+        of_modifiers = lse if isinstance(lse, ModifierGradients) else ModifierGradients()
+        return backward_plan(module, p, modifiers_of(p, inputs.modifiers), of_modifiers, *given)
     scales = (inputs.k_scale, inputs.v_scale) if p.quantised else ()
     return module.plan(
         inputs.q,

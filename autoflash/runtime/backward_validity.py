@@ -8,21 +8,21 @@ from typing import Any
 from .problem import Problem
 from .validity import prefill_fma_products, prefill_warpgroup_products
 
+BACKWARD_MODIFIERS = ("softcap", "alibi", "bias", "sinks")
+
 
 def backward_unsupported(problem: Problem, gpu: Any) -> str | None:
     """Why the portable backward kernels cannot serve the problem on the GPU, or None."""
     p = problem
     if p.op != "backward":
         return f"serves backward, not {p.op}"
-    if p.windowed or p.modifiers:
-        on = ", ".join(["windows"] * p.windowed + [*p.modifiers])
-        return f"{on}: not served by the backward yet"
-    if p.varlen:
-        return "packed sequences are not served by the backward yet"
+    unknown = [name for name in p.modifiers if name not in BACKWARD_MODIFIERS]
+    if unknown:
+        return f"{', '.join(unknown)}: not served by the backward yet"
     if p.paged:
         return "keys in pages are not served"
-    if p.lengths != "equal":
-        return "sequences of different lengths are not served"
+    if p.lengths != "equal" and not p.varlen:
+        return "sequences of different lengths must be packed, in layout thd"
     if p.head_dim_v != p.head_dim:
         return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
     if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:
@@ -97,11 +97,14 @@ def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int
     """The same of one kernel: two tiles of `own` rows stay, two of `step` rows come by each step.
 
     Warpgroup products read all of them in shared memory, in every stage; others hold one buffer
-    less than stages and pass ds through it. AMD keeps the first two in registers once loaded.
+    less than stages and pass ds through it. AMD keeps the first two in registers once loaded. The
+    kernel of a bias's gradient takes no more: its four tiles have the same sizes and one stage.
     """
     row = problem.dtype_bytes << (problem.head_dim - 1).bit_length()
     own_tiles, step_tiles = 2 * own * row, 2 * step * row
     ds_tile = own * step * problem.dtype_bytes
+    if problem.bias:  # whose tile is laid out anew too
+        ds_tile *= 2
     if gpu.vendor == "amd":
         coming = step_tiles * (stages - 1) if stages > 1 else step_tiles // 2
         return max(own_tiles // 2, coming) + ds_tile
@@ -121,6 +124,12 @@ BACKWARD_WARPGROUP_DEFAULTS = {
     64: ((64, 128, 8, 2), (64, 64, 4, 3)),
     128: ((64, 64, 4, 2), (64, 64, 4, 2)),
     256: ((64, 64, 8, 2), (64, 64, 8, 2)),
+}
+# What changes scores takes registers, as do the masks of packed sequences.
+BACKWARD_CROWDED_WARPGROUP_DEFAULTS = {
+    64: ((32, 64, 4, 2), (64, 64, 4, 2)),
+    128: ((32, 64, 8, 2), (64, 64, 8, 2)),
+    256: ((32, 64, 8, 1), (64, 32, 8, 2)),
 }
 BACKWARD_WARP_DEFAULTS = {
     64: ((32, 64, 4, 2), (64, 32, 4, 2)),
@@ -142,6 +151,11 @@ BACKWARD_SINGLE_WARPGROUP_DEFAULTS = {
     128: (64, 64, 8, 2),
     256: (32, 64, 8, 2),
 }
+BACKWARD_SINGLE_CROWDED_WARPGROUP_DEFAULTS = {
+    64: (32, 64, 4, 2),
+    128: (32, 64, 8, 2),
+    256: (32, 64, 8, 1),
+}
 BACKWARD_SINGLE_WARP_DEFAULTS = {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 32, 8, 2)}
 BACKWARD_SINGLE_FMA_DEFAULTS = {64: (16, 32, 8, 1), 128: (16, 16, 8, 1), 256: (16, 16, 8, 1)}
 
@@ -153,12 +167,16 @@ def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_head_dim = BACKWARD_FMA_DEFAULTS
     elif prefill_warpgroup_products(problem, gpu):
         by_head_dim, load = BACKWARD_WARPGROUP_DEFAULTS, "descriptor"
+        if _backward_is_crowded(problem):
+            by_head_dim = BACKWARD_CROWDED_WARPGROUP_DEFAULTS
     else:
         by_head_dim = BACKWARD_WARP_DEFAULTS
     wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
     by_preference = [by_head_dim[wide], BACKWARD_WARP_DEFAULTS[wide], BACKWARD_SMALLEST]
     if gpu.vendor == "amd":
         by_preference = [tuple(map(_backward_amd_warps, each)) for each in by_preference]
+        if _backward_is_crowded(problem):
+            by_preference = [(_backward_one_stage(kv), q) for kv, q in by_preference]
     choices: list[dict[str, int | str]] = [
         {**_backward_knobs("KV", kv), **_backward_knobs("Q", q), "LOAD": load}
         for kv, q in by_preference
@@ -174,6 +192,8 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_head_dim = BACKWARD_SINGLE_FMA_DEFAULTS
     elif prefill_warpgroup_products(problem, gpu):
         by_head_dim, load = BACKWARD_SINGLE_WARPGROUP_DEFAULTS, "descriptor"
+        if _backward_is_crowded(problem):
+            by_head_dim = BACKWARD_SINGLE_CROWDED_WARPGROUP_DEFAULTS
     else:
         by_head_dim = BACKWARD_SINGLE_WARP_DEFAULTS
     wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
@@ -181,9 +201,21 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     if gpu.vendor == "amd":
         # a second stage spills hundreds of bytes
         by_preference = [(block_m, block_n, 4, 1) for block_m, block_n, _, _ in by_preference]
+    elif load == "pointer" and _backward_is_crowded(problem):
+        by_preference = [_backward_one_stage(each) for each in by_preference]
     choices = [{**_backward_knobs("KV", values), "LOAD": load} for values in by_preference]
     valid = (knobs for knobs in choices if backward_single_refusal(problem, knobs, gpu) is None)
     return next(valid, choices[-1])
+
+
+def _backward_is_crowded(problem: Problem) -> bool:
+    """Whether what changes scores, or the masks of packed sequences, takes registers too."""
+    return problem.softcap or problem.alibi or problem.bias or problem.varlen
+
+
+def _backward_one_stage(values: tuple[int, ...]) -> tuple[int, ...]:
+    """The same tiles with one stage, whose second was seen to spill hundreds of bytes."""
+    return (*values[:3], 1)
 
 
 def _backward_knobs(part: str, values: tuple[int, ...]) -> dict[str, int | str]:

@@ -94,6 +94,19 @@ def prefill_plan(
     return module.plan(*arguments)
 
 
+def backward_plan(
+    module: ModuleType,
+    problem: Problem,
+    modifiers: Modifiers,
+    of_modifiers: tuple[torch.Tensor | None, torch.Tensor | None],
+    *arguments: Any,
+) -> list[Any]:
+    """The same for the gradients; `of_modifiers` are dbias, with four axes, and dsinks, or None."""
+    if problem.varlen or problem.windowed or problem.modifiers:
+        return module.plan(modifiers, *of_modifiers, *arguments)
+    return module.plan(*arguments)
+
+
 def _sides(function: str, window: tuple[int, int]) -> tuple[int, int]:
     sides = tuple(window)
     if len(sides) != 2 or not all(type(side) is int and side >= -1 for side in sides):

@@ -49,8 +49,18 @@ GOLDEN_VARIANTS = (
     Variant("decode_last", "decode", paged=True, queries=True, quantised=True, token_scales=True),
     Variant("backward", "backward"),
     Variant("backward", "backward", causal=True),
+    Variant("backward", "backward", window=True),
+    Variant("backward", "backward", softcap=True),
+    Variant("backward", "backward", alibi=True),
+    Variant("backward", "backward", bias=True),
+    Variant("backward", "backward", sinks=True),
+    Variant("backward", "backward", varlen=True),
+    Variant("backward", "backward", window=True, softcap=True, bias=True, sinks=True),
+    Variant("backward", "backward", causal=True, softcap=True, alibi=True, varlen=True),
     Variant("backward_single", "backward"),
     Variant("backward_single", "backward", causal=True),
+    Variant("backward_single", "backward", causal=True, softcap=True, bias=True),
+    Variant("backward_single", "backward", window=True, alibi=True, sinks=True, varlen=True),
     Variant("backward_hopper", "backward"),
     Variant("backward_hopper", "backward", causal=True),
     Variant("backward_hopper_single", "backward"),
@@ -117,7 +127,10 @@ def is_plain(variant: Variant) -> bool:
 
 def meets_others(variant: Variant) -> bool:
     """Whether its switches meet each other, or a backward's kernels: what holds the most."""
-    return len(switches(variant) - {"causal", "paged"}) > 2 or variant.op == "backward"
+    added = len(switches(variant) - {"causal", "paged"})
+    return added > (1 if variant.op == "backward" else 2) or (
+        variant.op == "backward" and not added
+    )
 
 
 def compiled_for(variant: Variant) -> tuple[str, ...]:

@@ -36,6 +36,8 @@ problems = st.builds(
     seqlen_k=st.integers(0, 2**20),
     causal=st.booleans(),
     layout=st.sampled_from(["bshd", "bhsd"]),
+    softcap=st.booleans(),
+    bias=st.booleans(),
 )
 # A block of every GPU of NVIDIA since sm_80 has 99 KB of shared memory or more, one of AMD 64 KB.
 any_gpu = st.builds(
@@ -133,14 +135,25 @@ def test_a_tile_that_is_half_empty_is_refused_where_a_smaller_one_holds_the_toke
     ("changed", "expected"),
     [
         ({"op": "prefill"}, "serves backward, not prefill"),
-        ({"window_left": 9, "sinks": True}, "windows, sinks: not served by the backward yet"),
-        ({"lengths": "ragged"}, "sequences of different lengths are not served"),
+        ({"page_size": 16}, "keys in pages are not served"),
+        ({"lengths": "ragged"}, "sequences of different lengths must be packed, in layout thd"),
         ({"head_dim_v": 64}, "head_dim_v 64 is not head_dim 128"),
         ({"out_dtype": "fp32"}, "kv_dtype bf16 and out_dtype fp32 are not both dtype bf16"),
     ],
 )
 def test_what_the_family_does_not_serve_is_said(changed: dict[str, Any], expected: str) -> None:
     assert FAMILY.unsupported(problem(**changed), H200) == expected
+
+
+@pytest.mark.parametrize("family", [FAMILY, SINGLE], ids=lambda family: family.name)
+def test_every_modifier_and_packed_sequences_have_candidates_beside_the_default(family) -> None:
+    for changed in (
+        {"window_left": 99, "softcap": True, "bias": True, "sinks": True},
+        {"layout": "thd", "lengths": "ragged", "batch": 8, "alibi": True},
+    ):
+        p = problem(**changed)
+        assert family.unsupported(p, H200) is None
+        assert sum(reason is None for _, reason in space(family, p, H200)) > 2
 
 
 def test_a_single_pass_does_not_serve_where_bits_must_repeat() -> None:
