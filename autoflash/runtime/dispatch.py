@@ -42,7 +42,7 @@ from .varlen import prefill_packed
 PREFILL_OTHERS = (  # not served yet
     *("block_mask", "document_ids", "prefix_lens", "mask"),
     *("cache_seqlens", "block_table", "kv_layout", "q_scale", "k_scale", "v_scale"),
-    *("dropout_p", "rng", "deterministic", "batch_invariant"),
+    *("dropout_p", "rng", "batch_invariant"),
 )
 DECODE_OTHERS = (
     *("window", "softcap", "alibi_slopes", "bias", "sinks"),
@@ -102,7 +102,8 @@ def prefill(
     `max_seqlen_q`, nor more keys than `max_seqlen_k`. Rows past the last one are not written.
     Never waits for the device, but to look at these with `check`.
     Where the module carries a backward, `out` and `lse` are differentiable once with respect to q,
-    k and v, unless there is a window or what follows it above, or sequences are packed.
+    k, v, `bias` and `sinks`. With `deterministic` the same call has the same gradients to the bit;
+    of `out` and `lse` that is so in any case.
     Raises ProblemError naming an argument that does not fit or is not served yet.
     """
     others = (
@@ -118,7 +119,6 @@ def prefill(
         v_scale,
         dropout_p or None,
         rng,
-        deterministic or None,
         batch_invariant or None,
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
@@ -128,7 +128,8 @@ def prefill(
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
         read = (q, k, v, causal, window, *numbers, tensors, layout, packing, check)
         return prefill_traced(*read, out, return_lse)
-    if packed or max_seqlen_q is not None or max_seqlen_k is not None:
+    packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
+    if packed and not asks_gradients(q, k, v, alibi_slopes, bias, sinks):
         modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
         options = (causal, layout, softmax_scale, out, return_lse, check)
         return prefill_packed(q, k, v, modifiers, *options)
@@ -137,17 +138,18 @@ def prefill(
         *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window),
         *(out is None, alibi_slopes is None, bias is None, sinks is None),
     )
-    repeat = repeated(key, given)
+    repeat = None if packed else repeated(key, given)
     if repeat is not None:
         result, lse = outputs_of(q, repeat.served.tally.problem, out, return_lse)
         if launch_repeat(repeat, (q, k, v, result, lse, alibi_slopes, bias, sinks)):
             return (result, lse) if lse is not None else result
-    modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks)
-    if asks_gradients(q, k, v):
+    modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
+    if asks_gradients(q, k, v, alibi_slopes, bias, sinks):
         refuse_arguments("prefill: with gradients", ("out",), (out,))
-        call = {"causal": causal, "window": window, "softmax_scale": softmax_scale}
-        attention = partial(prefill, **call, layout=layout, return_lse=True)
-        both = prefill_with_gradients(attention, q, k, v, causal, layout, modifiers, softmax_scale)
+        call = {**modifiers._asdict(), "causal": causal, "softmax_scale": softmax_scale}
+        attention = partial(prefill, **call, layout=layout, return_lse=True, check=check)
+        options = (causal, layout, modifiers, softmax_scale, deterministic)
+        both = prefill_with_gradients(attention, q, k, v, *options)
         return both if return_lse else both[0]
     form = (key, *map(form_of, given))
     served = served_before(form)

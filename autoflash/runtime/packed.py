@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .modifiers import Modifiers
-from .problem import ProblemError
+from .problem import Problem, ProblemError
 
 CUMULATIVE_DTYPES = (torch.int32, torch.int64)
 
@@ -79,3 +80,10 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, given: Modifiers) -> None:
                 f"prefill: {name} has a sequence of {max(lengths)} tokens, the longest is said to"
                 f" have {longest}"
             )
+
+
+def size_class(problem: Problem) -> Problem:
+    """The problem with its sizes rounded up to powers of two, as buckets of tuned ones are."""
+    sizes = {name: getattr(problem, name) for name in ("batch", "seqlen_q", "seqlen_k")}
+    rounded = {name: 1 << (size - 1).bit_length() for name, size in sizes.items() if size}
+    return replace(problem, **rounded)

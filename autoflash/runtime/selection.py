@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -131,10 +132,12 @@ class Selector:
         problem that nothing serves.
         """
         table = self._table(device)
-        key, sizes = match_key(problem), match_sizes(problem)
+        # what was tuned for others serves where bits must repeat, if those of its family do
+        keys = [match_key(problem), match_key(replace(problem, deterministic=False))]
+        sizes = match_sizes(problem)
         found: list[tuple[float, Row]] = []
         for row in table.rows if table else ():
-            distance = match_distance(sizes, row.sizes) if row.key == key else None
+            distance = match_distance(sizes, row.sizes) if row.key in keys else None
             if distance is None or not _runs_here(row.family):
                 continue
             if SELECTION_REFUSALS[row.family](problem, row.knobs, device):
@@ -144,7 +147,7 @@ class Selector:
             family = self._default_family(problem, device)
             knobs = SELECTION_DEFAULTS[family](problem, device)
             return self._choice(problem, family, knobs, "default", 0.0, 0.0, None)
-        distance, row = min(found, key=lambda pair: pair[0])
+        distance, row = min(found, key=lambda pair: (pair[0], keys.index(pair[1].key)))
         how = "nearest"
         if row.sizes == sizes:
             how = "exact"

@@ -13,12 +13,14 @@ from torch.autograd.function import once_differentiable
 from .arguments import prefill_problem, scale_or_default
 from .backward_validity import backward_unsupported
 from .installed import device_for, installed, tally_for
-from .modifiers import Modifiers
+from .modifiers import Modifiers, backward_plan, modifiers_of
+from .packed import size_class
 from .problem import Problem, ProblemError
 from .recipe import form_of
-from .served import launch_again, launch_first, served_before
+from .served import launch_again, launch_first, launch_plan, served_before, workspaces_on
+from .tally import count_call
 
-Attention = Callable[..., Any]  # q, k and v to (out, lse)
+Attention = Callable[..., Any]  # q, k, v, bias and sinks to (out, lse)
 
 
 class Training(NamedTuple):
@@ -26,9 +28,10 @@ class Training(NamedTuple):
 
     problem: Problem
     softmax_scale: float
+    numbers: Modifiers  # without tensors
 
 
-def asks_gradients(*tensors: torch.Tensor) -> bool:
+def asks_gradients(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd wants gradients of these tensors and the tables carry a backward."""
     wanted = torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
@@ -45,19 +48,27 @@ def prefill_with_gradients(
     layout: str,
     modifiers: Modifiers,
     softmax_scale: float | None,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention`, both differentiable once with respect to q, k and v.
+    """(out, lse) of `attention`, differentiable once with respect to q, k, v, bias and sinks.
 
     Raises ProblemError where no backward serves the call.
     """
+    slopes = modifiers.alibi_slopes
+    if slopes is not None and slopes.requires_grad:
+        raise ProblemError("prefill: alibi_slopes requires grad and has no gradient; detach it")
     with torch.no_grad():  # under which nobody refuses a tensor that requires grad
         forward = prefill_problem(q, k, v, causal, layout, modifiers)
-    problem = replace(forward, op="backward")
+    problem = replace(forward, op="backward", deterministic=deterministic)
     reason = backward_unsupported(problem, device_for(q))
     if reason:
         raise ProblemError(f"prefill: no gradient: {reason}; call under torch.no_grad()")
     scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-    return DifferentiablePrefill.apply(q, k, v, attention, Training(problem, scale))
+    numbers = modifiers._replace(
+        alibi_slopes=None, bias=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None
+    )
+    training = Training(problem, scale, numbers)
+    return DifferentiablePrefill.apply(q, k, v, *modifiers.tensors, attention, training)
 
 
 class DifferentiablePrefill(torch.autograd.Function):
@@ -69,11 +80,17 @@ class DifferentiablePrefill(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        alibi_slopes: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_seqlens_k: torch.Tensor | None,
         attention: Attention,
         training: Training,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = attention(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        of_modifiers = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, out, lse, *of_modifiers)
         ctx.training = training
         ctx.set_materialize_grads(False)
         return out, lse
@@ -83,13 +100,28 @@ class DifferentiablePrefill(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         dout, dlse = grad_outputs
         if dout is None and dlse is None:
-            return None, None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
-        return *prefill_gradients(ctx.training, q, k, v, out, lse, dout, dlse), None, None
+            return (None,) * 10
+        q, k, v, out, lse, slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        modifiers = ctx.training.numbers._replace(
+            alibi_slopes=slopes,
+            bias=bias,
+            sinks=sinks,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+        # nothing is computed for a bias or sinks of which nobody asks a gradient
+        dbias = bias.new_empty(bias.shape) if ctx.needs_input_grad[4] else None
+        dsinks = sinks.new_empty(sinks.shape) if ctx.needs_input_grad[5] else None
+        given = (q, k, v, out, lse, dout, dlse)
+        gradients = prefill_gradients(ctx.training, modifiers, dbias, dsinks, *given)
+        return *gradients, None, dbias, dsinks, None, None, None, None
 
 
 def prefill_gradients(
     training: Training,
+    modifiers: Modifiers,
+    dbias: torch.Tensor | None,
+    dsinks: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -98,22 +130,44 @@ def prefill_gradients(
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv, contiguous, of the gradients of `out` and `lse`; None is zero."""
+    """dq, dk and dv, contiguous, of the gradients of `out` and `lse`; None is zero.
+
+    Where `dbias`, contiguous and of the bias's shape, and `dsinks` are given they are written.
+    """
     dout = torch.zeros_like(out) if dout is None else dout
     if dout.stride(-1) != 1:  # as that of a sum, which is one number everywhere
         dout = dout.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     given = (q, k, v, out, lse, dout, dlse)
-    tensors = (*given, *gradients)
-    form = ("backward", *training, *map(form_of, given))
+    problem, scale, numbers = training
+    whole = modifiers_of(problem, modifiers)
+    of_modifiers = (None if dbias is None else as_four_axes(dbias), dsinks)
+    if problem.varlen:  # of tokens past the last sequence nothing is written
+        gradients = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        tally, device = tally_for(size_class(problem), q)
+        tail = (scale, problem.layout, device.num_sms, tally.choice.knobs, workspaces_on(q))
+        plan = backward_plan(
+            tally.choice.module, problem, whole, of_modifiers, *given, *gradients, *tail
+        )
+        launch_plan(plan, q)
+        count_call(tally)
+        return gradients
+    gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    beside = (dbias, dsinks, *modifiers.tensors)
+    form = ("backward", problem, scale, numbers, *map(form_of, (*given, *beside)))
     served = served_before(form)
     if served is not None:
-        launch_again(served, tensors)
+        launch_again(served, (*given, *gradients, *beside))
         return gradients
-    problem, scale = training
     tally, device = tally_for(problem, q)
-    numbers = (scale, problem.layout, device.num_sms, tally.choice.knobs)
-    launch_first(form, tally, tensors, partial(tally.choice.module.plan, *tensors, *numbers))
+    tensors = (*given, *gradients, *of_modifiers, *whole.tensors)
+    tail = (scale, problem.layout, device.num_sms, tally.choice.knobs)
+    planned = (tally.choice.module, problem, whole, of_modifiers, *given, *gradients, *tail)
+    launch_first(form, tally, tensors, partial(backward_plan, *planned))
     return gradients
+
+
+def as_four_axes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor that broadcasts to scores, as a view with all four axes of theirs."""
+    return tensor.view((1,) * (4 - tensor.dim()) + tensor.shape)

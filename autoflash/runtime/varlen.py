@@ -6,15 +6,12 @@ class that it is of: there are few of them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from .arguments import check_output, prefill_problem, scale_or_default
 from .installed import tally_for
 from .modifiers import Modifiers, modifiers_of, prefill_plan
-from .packed import check_packed
-from .problem import Problem
+from .packed import check_packed, size_class
 from .served import launch_plan, workspaces_on
 from .tally import count_call
 
@@ -38,7 +35,7 @@ def prefill_packed(
     if check:
         check_packed(q, k, modifiers)
     scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-    tally, device = tally_for(_size_class(problem), q)
+    tally, device = tally_for(size_class(problem), q)
     out = q.new_empty((*q.shape[:-1], problem.head_dim_v)) if out is None else out
     lse = None
     if return_lse:
@@ -50,10 +47,3 @@ def prefill_packed(
         launch_plan(plan, q)
     count_call(tally)
     return (out, lse) if lse is not None else out
-
-
-def _size_class(problem: Problem) -> Problem:
-    """The problem with its sizes rounded up to powers of two, as buckets of tuned ones are."""
-    sizes = {name: getattr(problem, name) for name in ("batch", "seqlen_q", "seqlen_k")}
-    rounded = {name: 1 << (size - 1).bit_length() for name, size in sizes.items() if size}
-    return replace(problem, **rounded)

@@ -10,7 +10,8 @@ from making import H200, backward_of, prefill_of, winner_of
 from autoflash.accuracy import GradientBudget
 from autoflash.export import export
 from autoflash.families import backward_single
-from autoflash.gradients import Gradients
+from autoflash.forward import forward
+from autoflash.gradients import Gradients, ModifierGradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
 
@@ -142,24 +143,95 @@ def test_a_second_derivative_is_refused(module):
         dq.sum().backward()
 
 
+def test_an_out_to_be_written_has_no_gradient(module):
+    out = torch.empty(1, 20, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="with gradients: out is not"):
+        module.prefill(*leaves(make_inputs(CAUSAL)), out=out)
+
+
+def with_modifiers(module, inputs: Inputs, **call):
+    """The gradients of q, k and v, and those of bias and sinks, None where there are none."""
+    p, tensors, given = inputs.problem, leaves(inputs), (inputs.bias, inputs.sinks)
+    asked = [None if t is None else t.detach().requires_grad_() for t in given]
+    modifiers = inputs.modifiers._replace(bias=asked[0], sinks=asked[1])._asdict()
+    call = {**modifiers, "causal": p.causal, "layout": p.layout, "return_lse": True, **call}
+    results, incoming = module.prefill(*tensors, **call), (inputs.dout, inputs.dlse)
+    if inputs.dlse is None:
+        results, incoming = results[:1], incoming[:1]
+    wanted = [*tensors, *(t for t in asked if t is not None)]
+    found = list(torch.autograd.grad(results, wanted, incoming))
+    beside = [None if t is None else found.pop(3) for t in asked]
+    return Gradients(*found), ModifierGradients(*beside)
+
+
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("changed", "bias"),
     [
-        ({"softcap": 1.0}, "no gradient: softcap: not served by the backward yet"),
-        ({"window": (3, -1)}, "no gradient: windows: not served"),
-        ({"out": torch.empty(1, 20, 2, 64, dtype=torch.bfloat16)}, "with gradients: out is not"),
+        ({"window_left": 9, "softcap": True, "sinks": True}, None),
+        ({"alibi": True, "causal": False}, None),
+        ({"bias": True}, (20, 33)),
+        ({"bias": True, "softcap": True, "layout": "bhsd"}, (2, 1, 33)),
     ],
-    ids=["softcap", "window", "out"],
+    ids=["window, softcap, sinks", "alibi", "bias", "bias that queries share"],
 )
-def test_what_has_no_gradient_is_refused_by_name(module, call, told):
-    with pytest.raises(ValueError, match=told):
-        module.prefill(*leaves(make_inputs(CAUSAL)), **call)
+def test_modifiers_are_differentiated_and_biases_and_sinks_have_gradients(module, changed, bias):
+    """Twice: the second call is launched by the recipe of the first, of other tensors."""
+    for seed in (0, 1):
+        inputs = make_inputs(replace(CAUSAL, **changed), seed, wide_rows=1)
+        if bias:
+            inputs = with_bias(inputs, torch.randn(bias).to(torch.bfloat16))
+        gradients, beside = with_modifiers(module, inputs)
+        if beside.dbias is not None:
+            assert beside.dbias.shape == bias
+            beside = beside._replace(dbias=beside.dbias.view((1,) * (4 - len(bias)) + bias))
+        verdict = GradientBudget(inputs).judge(gradients, beside)
+        assert verdict.correct, verdict.reason
 
 
-def test_a_bias_that_asks_for_a_gradient_is_refused(module):
-    inputs = make_inputs(CAUSAL)
-    bias = torch.zeros(20, 33, dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(ValueError, match="bias requires grad and there is no backward"):
-        module.prefill(inputs.q, inputs.k, inputs.v, bias=bias)
-    with pytest.raises(ValueError, match="no gradient: bias"):
-        module.prefill(*leaves(inputs), bias=bias)
+def with_bias(inputs: Inputs, bias: torch.Tensor) -> Inputs:
+    """The inputs with another bias, and what its forward leaves."""
+    changed = replace(inputs, bias=bias)
+    out, lse = forward(changed.problem, changed.q, changed.k, changed.v, changed.modifiers)
+    return replace(changed, out=out, lse=lse)
+
+
+def test_packed_sequences_have_gradients_and_tokens_past_the_last_none(module):
+    p = replace(CAUSAL, layout="thd", batch=3, lengths="ragged", sinks=True)
+    inputs = make_inputs(p, lengths=[(9, 20), (0, 3), (20, 5)], wide_rows=1)
+    verdict = GradientBudget(inputs).judge(*with_modifiers(module, inputs))
+    assert verdict.correct, verdict.reason
+    more = {name: torch.cat([t, t[:4]]) for name, t in vars(inputs).items() if name in "qkv"}
+    more["dout"] = torch.cat([inputs.dout, inputs.dout[:4]])
+    longer, _ = with_modifiers(module, replace(inputs, **more, dlse=None))
+    expected, _ = with_modifiers(module, replace(inputs, dlse=None))
+    for one, same in zip(longer, expected, strict=True):
+        assert torch.equal(one[:-4], same) and (one[-4:] == 0).all()
+
+
+def test_a_bias_alone_may_ask_for_a_gradient_and_slopes_have_none(module):
+    inputs = make_inputs(replace(CAUSAL, bias=True))
+    bias = inputs.bias.requires_grad_()
+    out = module.prefill(inputs.q, inputs.k, inputs.v, causal=True, bias=bias)
+    (dbias,) = torch.autograd.grad(out, bias, inputs.dout)
+    assert torch.equal(dbias, with_modifiers(module, inputs)[1].dbias)
+    slopes = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="alibi_slopes requires grad and has no gradient"):
+        module.prefill(inputs.q, inputs.k, inputs.v, alibi_slopes=slopes)
+
+
+def test_deterministic_is_served_by_a_family_whose_bits_repeat(tmp_path):
+    problem = replace(CAUSAL, seqlen_q=33, seqlen_k=33)
+    config = backward_single.FAMILY.default(problem, H200)
+    winners = [winner_of(replace(problem, op="prefill")), winner_of(problem, config)]
+    path = tmp_path / "attention_dispatch.py"
+    path.write_text(export(winners).text)
+    module, inputs = load_module(path), make_inputs(problem)
+    verdict = GradientBudget(inputs).judge(gradients_of(module, inputs, deterministic=True))
+    assert verdict.correct, verdict.reason
+    served = {tally.choice.family for tally in module._tallies.values()}
+    assert served == {"prefill", "backward"}
+    path.write_text(export([*winners[:1], winner_of(problem)]).text)
+    module = load_module(path)
+    gradients_of(module, inputs, deterministic=True)
+    (tally,) = (t for t in module._tallies.values() if t.choice.family == "backward")
+    assert tally.problem.deterministic and tally.choice.how == "exact"
