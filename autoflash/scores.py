@@ -36,4 +36,5 @@ def softcap_slope(modifiers: Modifiers, scores: torch.Tensor) -> torch.Tensor | 
     """The derivative of capped scores with respect to scaled ones, 1 without a softcap."""
     if not modifiers.softcap:
         return 1.0
-    return 1.0 - (scores / modifiers.softcap).tanh() ** 2
+    # 1 - tanh ** 2, with all its digits where the softcap is reached
+    return (scores / modifiers.softcap).cosh() ** -2

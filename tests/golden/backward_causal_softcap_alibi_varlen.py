@@ -189,12 +189,15 @@ def span_of(cu_seqlens, batch):
 
 @triton.jit
 def softcap_slope(
-    capped,
+    qk,
+    scale_log2,
     softcap_log2,
 ):
-    """The derivative of capped scores with respect to the scores, 1 - tanh ** 2."""
-    tanh = capped / softcap_log2
-    return 1.0 - tanh * tanh
+    """The derivative of capped scores with respect to scaled ones."""
+    x = qk * (scale_log2 / softcap_log2)
+    # 1 - tanh ** 2 would lose all its digits where the softcap is reached
+    e = tl.math.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2 x)
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit(do_not_specialize=["num_heads", "total_q", "padded_q", "batches"])
@@ -339,8 +342,8 @@ def add_queries(
             q_tile = own_tokens(q_tile, start_m, seqlen_q, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         qk = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+        slope = softcap_slope(qk, scale_log2, softcap_log2)
         qk = soft_capped(qk, scale_log2, softcap_log2)
-        slope = softcap_slope(qk, softcap_log2)
         # queries and keys in each other's places, as the tile lies
         qk -= alibi_penalty(slope_log2, offs_n, offs_m, seqlen_k, seqlen_q)
         # keys past seqlen_k are rows of dk and dv that are not stored
@@ -593,8 +596,8 @@ def add_keys(
             k_tile = own_tokens(k_tile, start_n, seqlen_k, BLOCK_N)
         qk = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # (BLOCK_M, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
+        slope = softcap_slope(qk, scale_log2, softcap_log2)
         qk = soft_capped(qk, scale_log2, softcap_log2)
-        slope = softcap_slope(qk, softcap_log2)
         qk -= alibi_penalty(slope_log2, offs_m, offs_n, seqlen_q, seqlen_k)
         p = tl.math.exp2(qk - lse_rows[:, None])
         if EDGE:

@@ -132,12 +132,15 @@ def soft_capped(
 
 @triton.jit
 def softcap_slope(
-    capped,
+    qk,
+    scale_log2,
     softcap_log2,
 ):
-    """The derivative of capped scores with respect to the scores, 1 - tanh ** 2."""
-    tanh = capped / softcap_log2
-    return 1.0 - tanh * tanh
+    """The derivative of capped scores with respect to scaled ones."""
+    x = qk * (scale_log2 / softcap_log2)
+    # 1 - tanh ** 2 would lose all its digits where the softcap is reached
+    e = tl.math.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2 x)
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "padded_q"])
@@ -268,8 +271,8 @@ def add_queries(
         )
         offs_m = start_m + tl.arange(0, BLOCK_M)
         qk = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+        slope = softcap_slope(qk, scale_log2, softcap_log2)
         qk = soft_capped(qk, scale_log2, softcap_log2)
-        slope = softcap_slope(qk, softcap_log2)
         # keys past seqlen_k are rows of dk and dv that are not stored
         p = tl.math.exp2(qk - tl.load(lse_log2 + offs_m)[None, :])
         dout_tile = load_tile(
@@ -487,8 +490,8 @@ def add_keys(
         )
         qk = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # (BLOCK_M, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
+        slope = softcap_slope(qk, scale_log2, softcap_log2)
         qk = soft_capped(qk, scale_log2, softcap_log2)
-        slope = softcap_slope(qk, softcap_log2)
         p = tl.math.exp2(qk - lse_rows[:, None])
         if EDGE:
             seen = (offs_n < seqlen_k)[None, :] & (offs_m >= 0)[:, None]

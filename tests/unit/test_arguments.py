@@ -134,7 +134,6 @@ REFUSED = {
     "window": (3, 0),
     "kv_layout": "hnd",
     "mask": "checkerboard",
-    "deterministic": True,
     "batch_invariant": True,
     "dropout_p": 0.1,
     "softcap": 2.0,

@@ -55,7 +55,7 @@ def test_the_backward_is_carried_where_one_was_tuned_and_nowhere_else():
     assert "def backward_kv_kernel(" not in forward
     assert ("backward",) not in selector_of(forward).tables.names
     both = export([winner_of(prefill_of()), winner_of(backward_of(causal=False))]).text
-    assert both.count("def backward_kv_kernel(") == len(variants(FAMILIES["backward"])) == 2
+    assert both.count("def backward_kv_kernel(") == len(variants(FAMILIES["backward"])) > 2
     selector = selector_of(both)
     assert selector.choose(backward_of(causal=False), DEVICE).how == "exact"
     untuned = selector.choose(backward_of(), DEVICE)
