@@ -8,12 +8,14 @@ from typing import Any
 from autoflash.check import NARROW
 from autoflash.config import Config
 from autoflash.families import sample
+from autoflash.gradient_probes import GRADIENT_PROBES
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.probes import PROBES, Probe
 from autoflash.problem import Problem, title
 from autoflash.runtime.problem import DTYPE_BYTES as DTYPES
 from autoflash.runtime.problem import KV_SCALES, QUANTISED_BYTES
 
+EVERY_PROBE = PROBES | GRADIENT_PROBES
 FEW_TILES, ALL_TILES = (64,), (16, 64, 128)  # whose edges an exported module is asked about
 HEAD_DIMS = (16, 40, 64, 80, 96, 128, 160, 192, 256)
 RATIOS = ((28, 4), (6, 1), (15, 5), (71, 1), (4, 4))  # query heads and KV heads
@@ -40,7 +42,7 @@ class Case:
 
     @property
     def asked(self) -> Probe:
-        return PROBES[self.probe]
+        return EVERY_PROBE[self.probe]
 
     @property
     def name(self) -> str:
@@ -57,6 +59,8 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
 
     The small list has each switch once, and each type.
     """
+    if op == "backward":
+        return [replace(kind, op="backward") for kind in kinds_of("prefill", small)]
     if op == "prefill":
         return _few_prefills() if small else list(dict.fromkeys(_all_prefills()))
     return _few_decodes() if small else list(dict.fromkeys(_all_decodes()))
@@ -74,27 +78,29 @@ def kind_of(problem: Problem) -> Problem:
 
 def as_long_as(kind: Problem, tokens: int) -> Problem:
     """The kind with so many keys, and in prefill queries."""
-    return replace(
-        kind, seqlen_k=tokens, seqlen_q=tokens if kind.op == "prefill" else kind.seqlen_q
-    )
+    return replace(kind, seqlen_k=tokens, seqlen_q=kind.seqlen_q if kind.op == "decode" else tokens)
 
 
 def tiles_of(config: Config) -> tuple[int, ...]:
     """The tile sizes at whose edges a config may go wrong."""
     knobs = config.as_dict()
-    return tuple(sorted({int(v) for k, v in knobs.items() if k in ("BLOCK_M", "BLOCK_N")}))
+    return tuple(sorted({int(v) for k, v in knobs.items() if k.endswith(("BLOCK_M", "BLOCK_N"))}))
 
 
 def cases_of(kind: Problem, tiles: Sequence[int], small: bool, brief: bool = False) -> list[Case]:
     """The cases of one kind, each once; `brief` leaves out what all kinds have in common."""
     of_op = _prefill_cases if kind.op == "prefill" else _decode_cases
     of_kind = _packed_cases if kind.varlen else of_op
+    if kind.op == "backward":
+        of_kind = _packed_gradient_cases if kind.varlen else _gradient_cases
     cases = dict.fromkeys(of_kind(kind, tiles, small))
     return [case for case in cases if not brief or case.clause not in ALIKE]
 
 
 def far_cases_of(op: str) -> list[Case]:
     """Those that only a GPU's memory and speed allow, of which one kind is enough."""
+    if op == "backward":
+        return []
     probe = "more programs than 65535"
     if op == "prefill":
         sizes = {"batch": 10_923, "num_heads": 6, "seqlen_q": 16, "seqlen_k": 16}
@@ -245,6 +251,59 @@ def _packed_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[
     yield case("each tensor unaligned", *some[2:5])
     yield case("two runs agree in every bit", *some)
     yield case("scores far from zero", (37, 37), (1, 9))
+
+
+def _gradient_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:
+    t = max(tiles)
+    few = replace(kind, batch=1 if small else 2)
+
+    def case(probe: str, seqlen_q: int, seqlen_k: int, **changes: Any) -> Case:
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **changes}
+        return Case(f"gradients {probe}", replace(few, **sizes))
+
+    yield case("of random values", t // 2 + 5, t + 9)
+    edges = [(t + 1, t + 1)]
+    if not small:
+        lengths = sorted({1, *(size + d for size in tiles for d in NEAR)})
+        edges = [pair for n in lengths for pair in ((n, n), (t + 1, n), (n, 2 * t + 1))]
+    for seqlen_q, seqlen_k in edges:
+        yield case("at the edges of tiles", seqlen_q, seqlen_k)
+    if kind.windowed:
+        for left in (t,) if small else (0, 1, t - 1, t, t + 1):
+            yield case("at the edges of tiles", t + 9, t + 9, window_left=left)
+    if kind.causal or kind.windowed:
+        yield case("of rows without keys", t // 2 + 9, t // 4 + 1)
+    yield case("of rows without keys", 17, 0)
+    yield case("under a scale of their own", 40, t + 9)
+    if kind.softcap:
+        yield case("far beyond a softcap", 40, t + 9)
+    yield case("of lse alone", 40, t + 9)
+    yield case("of wide rows", 33, t - 7)
+    yield case("of tensors in another order", 33, t - 7)
+    yield case("of unaligned tensors", 33, t - 7)
+    yield case("of keys that the batch shares", 33, 40, batch=2)
+    yield case("of scores far from zero", 37, 37)
+
+
+def _packed_gradient_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:
+    t = max(tiles)
+    some = ((t + 1, t + 1), (0, 7), (1, 1), (9, 2 * t), (t // 2, 3), (5, 0))
+
+    def case(probe: str, *lengths: tuple[int, int]) -> Case:
+        rows, keys = (max(each) for each in zip(*lengths, strict=True))
+        sizes = {"batch": len(lengths), "seqlen_q": rows, "seqlen_k": keys, "lengths": "ragged"}
+        return Case(f"gradients {probe}", replace(kind, **sizes), lengths)
+
+    yield case("of random values", *some)
+    for size in () if small else tiles:
+        yield case("at the edges of tiles", *((size + d, size + e) for d in NEAR for e in NEAR))
+    yield case("of rows without keys", (5, 0), (0, 0), (t // 2, 3))
+    yield case("under a scale of their own", *some[3:5])
+    yield case("of lse alone", *some[3:5])
+    yield case("of sequences apart", *some[3:5], (9, 20))
+    yield case("of wide rows", *some[3:5])
+    yield case("of unaligned tensors", *some[3:5])
+    yield case("of scores far from zero", (37, 37), (1, 9))
 
 
 def _decode_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:

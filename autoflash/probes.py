@@ -197,7 +197,8 @@ def _pages_anywhere(subject: Subject, make: Make) -> str:
 def _sampled_rows(subject: Subject, make: Make) -> str:
     inputs = make()
     rows = sample_rows(inputs.problem, 0)
-    result = picked(inputs.problem, *subject.run(inputs), rows)
+    out, lse = subject.run(inputs)
+    result = picked(inputs.problem, out, lse, rows)
     return Budget(inputs, rows=rows).judge(*result).reason
 
 

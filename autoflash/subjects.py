@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +16,16 @@ from autoflash.config import Config
 from autoflash.errors import AutoflashError
 from autoflash.families import family_of
 from autoflash.gpu import Gpu
+from autoflash.gradients import Gradients, ModifierGradients
 from autoflash.inputs import Inputs
-from autoflash.kernel import load, plan_of
+from autoflash.kernel import (
+    Beside,
+    Result,
+    load,
+    modifier_gradients_like,
+    new_outputs,
+    plan_of,
+)
 from autoflash.problem import Problem, Variant
 from autoflash.render import render
 from autoflash.runtime.launch import run_plan
@@ -25,12 +34,17 @@ from autoflash.runtime.problem import PAGES
 
 
 class Subject(Protocol):
-    """What is asked to attend. It gives `out` in the query's layout, and `lse` where wanted."""
+    """What is asked to attend. It gives `out` in the query's layout, and `lse` where wanted.
 
-    def run(
-        self, inputs: Inputs, softmax_scale: float | None = None, with_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    Of a backward it gives Gradients, and ModifierGradients or None.
+    """
+
+    def run(self, inputs: Inputs, softmax_scale: float | None = None, with_lse: bool = True) -> Any:
         """Outputs are full of NaN before. Raises Failure for a write around one of them."""
+        ...
+
+    def attended(self, inputs: Inputs, softmax_scale: float | None = None) -> Inputs:
+        """The inputs of a backward with what a forward leaves of them, as they are now."""
         ...
 
 
@@ -42,16 +56,24 @@ class Candidate:
 
     def run(
         self, inputs: Inputs, softmax_scale: float | None = None, with_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Result, Beside]:
         canaries, p = Canaries(inputs.q.device), inputs.problem
-        out, lse = _out(canaries, inputs), None
-        if with_lse:
-            lse = canaries.new("lse", inputs.lse_shape, torch.float32)
+        out, lse = _results(canaries, inputs, with_lse)
         module = _kernels(family_of(self._config.family).variant(p))
         given = (module, inputs, out, lse, self._gpu, self._config, softmax_scale)
         run_plan(plan_of(*given, new_workspace=canaries.workspace))
         _kept(canaries)
         return out, lse
+
+    def attended(self, inputs: Inputs, softmax_scale: float | None = None) -> Inputs:
+        """With what the portable kernels leave, whose lse has the rounding of their scores."""
+        family = family_of("prefill")
+        forward = replace(inputs, problem=replace(inputs.problem, op="prefill"))
+        out, lse = new_outputs(forward)
+        config = family.default(forward.problem, self._gpu)
+        module = _kernels(family.variant(forward.problem))
+        run_plan(plan_of(module, forward, out, lse, self._gpu, config, softmax_scale))
+        return replace(inputs, out=out, lse=lse)
 
 
 class Exported:
@@ -62,14 +84,38 @@ class Exported:
 
     def run(
         self, inputs: Inputs, softmax_scale: float | None = None, with_lse: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Result, Beside]:
+        if inputs.problem.op == "backward":
+            return self._gradients(inputs, softmax_scale)
         canaries = Canaries(inputs.q.device)
-        out = _out(canaries, inputs)
+        out, _ = _results(canaries, inputs, with_lse=False)
         keywords = {"softmax_scale": softmax_scale, "out": out, "return_lse": with_lse}
         call = self._prefill if inputs.problem.op == "prefill" else self._decode
         result = call(inputs, keywords)
         _kept(canaries)
         return result if with_lse else (result, None)
+
+    def attended(self, inputs: Inputs, softmax_scale: float | None = None) -> Inputs:
+        """As they are: a module makes the forward of a backward itself."""
+        return inputs
+
+    def _gradients(
+        self, inputs: Inputs, softmax_scale: float | None
+    ) -> tuple[Gradients, ModifierGradients]:
+        """By autograd, of the forward that the module makes itself."""
+        names = ("q", "k", "v", "bias", "sinks")
+        given = {name: getattr(inputs, name) for name in names}
+        leaves = {n: t.detach().requires_grad_() for n, t in given.items() if t is not None}
+        keywords = {"softmax_scale": softmax_scale, "return_lse": True}
+        results = self._prefill(replace(inputs, **leaves), keywords)
+        incoming = (inputs.dout, inputs.dlse)
+        wanted = 1 if inputs.dlse is None else 2
+        found = torch.autograd.grad(results[:wanted], list(leaves.values()), incoming[:wanted])
+        of = dict(zip(leaves, found, strict=True))
+        dbias = of.get("bias")
+        if dbias is not None:
+            dbias = dbias.view(modifier_gradients_like(inputs)["dbias"].shape)
+        return Gradients(of["q"], of["k"], of["v"]), ModifierGradients(dbias, of.get("sinks"))
 
     def _prefill(self, inputs: Inputs, keywords: dict[str, Any]) -> Any:
         p = inputs.problem
@@ -152,9 +198,19 @@ def _tuned_problem(key: tuple[Any, ...], sizes: Any) -> Problem:
     )
 
 
-def _out(canaries: Canaries, inputs: Inputs) -> torch.Tensor:
-    shape = (*inputs.q.shape[:-1], inputs.problem.head_dim_v)
-    return canaries.new("out", shape, inputs.q.dtype)
+def _results(canaries: Canaries, inputs: Inputs, with_lse: bool) -> tuple[Result, Beside]:
+    """What a plan writes, full of NaN."""
+    p = inputs.problem
+    if p.op == "backward":
+        named = zip(Gradients._fields, (inputs.q, inputs.k, inputs.v), strict=True)
+        made = {
+            name: canaries.new(name, like.shape, like.dtype)
+            for name, like in (*named, *modifier_gradients_like(inputs).items())
+        }
+        gradients = Gradients(*(made.pop(name) for name in Gradients._fields))
+        return gradients, ModifierGradients(**made)
+    out = canaries.new("out", (*inputs.q.shape[:-1], p.head_dim_v), inputs.q.dtype)
+    return out, canaries.new("lse", inputs.lse_shape, torch.float32) if with_lse else None
 
 
 def _kept(canaries: Canaries) -> None:

@@ -73,15 +73,19 @@ class Examiner:
         return failures()
 
 
-def of_module(path: Path, small: bool, tuned: Sequence[Problem] = ()) -> list[Unit]:
+def of_module(
+    path: Path, small: bool, tuned: Sequence[Problem] = (), backward: bool = False
+) -> list[Unit]:
     """All kinds of problems for an exported module, whose own choice the configs are.
 
-    `tuned` are those at whose own sizes it is asked too, where memory allows.
+    `tuned` are those at whose own sizes it is asked too, where memory allows. With `backward` it
+    is asked for gradients instead, at sizes of no tuned ones.
     """
     tiles, units = FEW_TILES if small else ALL_TILES, []
-    light = [problem for problem in tuned if cache_bytes(problem) <= TUNED_BYTES]
+    forward = [each for each in tuned if each.op != "backward" and not backward]
+    light = [problem for problem in forward if cache_bytes(problem) <= TUNED_BYTES]
     units += [Unit(path, (Case("some rows at a tuned size", each),)) for each in light]
-    for op in ("prefill", "decode"):
+    for op in ("backward",) if backward else ("prefill", "decode"):
         for number, kind in enumerate(kinds_of(op, small)):
             cases = cases_of(kind, tiles, small, brief=small and number > 0)
             units.append(Unit(path, tuple(cases)))

@@ -2,9 +2,9 @@
 
 Projections, rotary positions, attention and output of 4096 channels in bf16; causal alone, under a
 window, and with an additive bias that is learnt; tuned by benchmarks/workloads/training_layer.yaml.
-What is timed is a forward and the gradients of
-all weights and of the input. Beside the times stand the bytes that a pass allocates at most, its
-own results included, and how far the gradient of the input is from that of an fp32 attention.
+What is timed is a forward and the gradients of all weights and of the input. Beside the times stand
+the bytes that a pass allocates at most, its own results included, and how far the gradient of the
+input is from that of an fp32 attention.
 
 Then a small language model (examples/training_step.py) is trained with autoflash, and twice with
 SDPA, by cuDNN and by flash, whose sums run in other orders: how far ours is from flash's, and how

@@ -37,6 +37,9 @@ def verify(
         list[Path] | None,
         typer.Option(metavar="FILE", help="A database, again for others; yours without it."),
     ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Of a module or a database: its gradients instead.")
+    ] = False,
     gpu: Target = None,
     small: Annotated[
         bool, typer.Option("--small", help="Few cases, as without a GPU; else thousands.")
@@ -81,7 +84,7 @@ def verify(
         return
     on_gpu, target = cuda_available(), target_gpu(gpu)
     small = small or not on_gpu
-    units = _units(module, family, random, db or [], target, small, seed)
+    units = _units(module, family, random, db or [], backward, target, small, seed)
     units = _of_clauses(units, clause or [])
     cases = sum(len(unit.cases) for unit in units)
     if not cases:
@@ -112,12 +115,13 @@ def _units(
     family: str | None,
     random: int,
     databases: list[Path],
+    backward: bool,
     gpu: "Gpu",
     small: bool,
     seed: int,
 ) -> list["Unit"]:
     from autoflash import verify
-    from autoflash.errors import UnsupportedError
+    from autoflash.errors import AutoflashError
     from autoflash.families import family_of
     from autoflash.gpu import cuda_available
     from autoflash.subjects import exported_module, tuned_problems
@@ -125,20 +129,21 @@ def _units(
     if module:
         loaded = exported_module(module)  # a file that is none is told of at once
         tuned = [] if small else tuned_problems(loaded, gpu.name)
-        return verify.of_module(module.resolve(), small, tuned)
+        if backward and ("backward",) not in loaded.installed().tables.names:
+            raise AutoflashError(f"{module}: carries no backward, so there is no gradient to ask")
+        return verify.of_module(module.resolve(), small, tuned, backward)
     if family:
-        if family_of(family).op == "backward":
-            raise UnsupportedError(f"family {family}: gradients are not put to the contract yet")
         return verify.of_family(family_of(family), gpu, small, random, seed)
     from autoflash.cli.export import databases_of, winners_over
 
     winners = [w for w in winners_over(databases_of(databases)) if w.gpu.name == gpu.name]
     if not cuda_available():
         winners = [w for w in winners if family_of(w.decision.winner.family).interpretable]
-    forward = [w for w in winners if w.decision.problem.op != "backward"]
-    if len(forward) < len(winners):
-        notice("winners of the backward are left out: gradients are not put to the contract yet")
-    return verify.of_winners(forward, gpu, small)
+    asked = [w for w in winners if (w.decision.problem.op == "backward") == backward]
+    if len(asked) < len(winners):
+        others = "forward" if backward else "backward"
+        notice(f"winners of the {others} are left out; --backward asks for gradients alone")
+    return verify.of_winners(asked, gpu, small)
 
 
 def _of_clauses(units: list["Unit"], wanted: list[str]) -> list["Unit"]:

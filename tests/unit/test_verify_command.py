@@ -13,6 +13,7 @@ from autoflash.export import export
 from autoflash.families import FAMILIES, serving, why_refused
 from autoflash.findings import Finding, broken, by_clause, junit
 from autoflash.gpu import known
+from autoflash.gradient_probes import GRADIENT_PROBES
 from autoflash.matrix import Case, cases_of, far_cases_of, kinds_of
 from autoflash.probes import CLAUSES, PROBES
 from autoflash.roofline import cache_bytes
@@ -37,6 +38,15 @@ def test_every_clause_is_asked_about_in_both_ops(small):
     assert {probe.clause for probe in PROBES.values()} == set(CLAUSES)
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_gradients_are_asked_about_under_every_clause_but_addresses(small):
+    asked = cases(of_module(Path("m.py"), small, backward=True))
+    assert {case.problem.op for case in asked} == {"backward"}
+    assert {case.clause for case in asked} == set(CLAUSES) - {"addresses"}
+    assert small or {case.probe for case in asked} == set(GRADIENT_PROBES)
+    assert len(asked) < 50 if small else len(asked) > 1000
+
+
 def test_the_whole_matrix_has_thousands_of_cases_and_the_small_one_few():
     whole, small = (cases(of_module(Path("m.py"), small)) for small in (False, True))
     assert len(whole) > 3000 and len(small) < 200
@@ -44,7 +54,7 @@ def test_the_whole_matrix_has_thousands_of_cases_and_the_small_one_few():
 
 
 @pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "backward"])
 def test_every_kind_is_one_that_is_served(op, small):
     for kind in kinds_of(op, small):
         assert serving(kind, H200)
@@ -68,7 +78,7 @@ def test_far_cases_have_more_programs_than_an_axis_of_a_grid():
             assert case.problem.batch * case.problem.num_heads > 65_535
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode", "decode_last"])
+@pytest.mark.parametrize("name", ["prefill", "decode", "decode_last", "backward_single"])
 def test_a_family_is_asked_with_its_default_and_with_candidates(name):
     units = of_family(FAMILIES[name], H200, small=True, drawn=2, seed=0)
     kinds = len(kinds_of(FAMILIES[name].op, small=True))
