@@ -127,7 +127,7 @@ def prefill(
     if torch.compiler.is_compiling():
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
         read = (q, k, v, causal, window, *numbers, tensors, layout, packing, check)
-        return prefill_traced(*read, out, return_lse)
+        return prefill_traced(*read, deterministic, out, return_lse)
     packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
     if packed and not asks_gradients(q, k, v, alibi_slopes, bias, sinks):
         modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)

@@ -1,7 +1,7 @@
 """The functions as operators of torch, in a namespace of this module's own, for torch.compile.
 
 A graph holds the operator and never looks inside; called eagerly the functions are cheaper as they
-are. Gradients are to be registered here, beside the shapes, once there is a backward.
+are. Where the tables carry a backward, prefill has its gradients by an operator too.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
+from .installed import installed
+from .modifiers import Modifiers
 from .problem import ProblemError
 from .scales import Scale, scale_number
+from .training import prefill_gradients, refuse_slopes, training_of
 
 PREFILL_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, bool causal,"
     " SymInt window_left, SymInt window_right, float? softmax_scale, float softcap, str layout,"
     " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k,"
-    " bool check"
+    " bool check, bool deterministic"
 )
 DECODE_SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table,"
@@ -34,6 +37,10 @@ APPEND_SCHEMA = (
 OPERATOR_SCHEMAS = {
     "prefill": f"({PREFILL_SCHEMA}) -> (Tensor out, Tensor lse)",
     "prefill_out": f"({PREFILL_SCHEMA}, Tensor(a!) out) -> Tensor lse",
+    "prefill_gradients": (
+        f"({PREFILL_SCHEMA}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, bool of_bias,"
+        " bool of_sinks) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    ),
     "decode": f"({DECODE_SCHEMA}) -> (Tensor out, Tensor lse)",
     "decode_out": f"({DECODE_SCHEMA}, Tensor(a!) out) -> Tensor lse",
     "append_kv": f"({APPEND_SCHEMA}) -> ()",
@@ -42,6 +49,7 @@ OPERATOR_SCHEMAS = {
 
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 _operators: dict[str, Any] = {}
+_carries_backward = [False]
 
 
 def register_operators(
@@ -62,6 +70,7 @@ def register_operators(
     shapes = {
         "prefill": _prefill_results,
         "prefill_out": lambda *given: _prefill_results(*given[:-1])[1],
+        "prefill_gradients": _gradient_results,
         "decode": _decode_results,
         "decode_out": lambda *given: _decode_results(*given[:-1])[1],
         "append_kv": lambda *given: None,
@@ -73,6 +82,11 @@ def register_operators(
             library.impl(name, kernels[name], device)
         torch.library.register_fake(f"{own}::{name}", shapes[name], lib=library)
         _operators[name] = getattr(getattr(torch.ops, own), name).default
+    _carries_backward[:] = [("backward",) in installed().tables.names]
+    if _carries_backward[0]:
+        torch.library.register_autograd(
+            f"{own}::prefill", _prefill_backward, setup_context=_keep_for_backward, lib=library
+        )
     _libraries.append(library)
 
 
@@ -93,6 +107,7 @@ def prefill_traced(
     layout: str,
     packing: tuple[torch.Tensor | int | None, ...],
     check: bool,
+    deterministic: bool,
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
@@ -100,9 +115,12 @@ def prefill_traced(
 
     `tensors` are slopes, bias and sinks, `packing` both cu_seqlens and both maxima.
     """
-    _refuse_traced_gradients("prefill", q, k, v, *tensors)
+    if not _carries_backward[0] or out is not None:
+        _refuse_traced_gradients("prefill", q, k, v, *tensors)
+    elif torch.is_grad_enabled():
+        refuse_slopes(tensors[0])
     numbers = (causal, *window, softmax_scale, softcap, layout)
-    values = (q, k, v, *tensors, *numbers, *packing, check)
+    values = (q, k, v, *tensors, *numbers, *packing, check, deterministic)
     return _called("prefill", values, out, return_lse)
 
 
@@ -174,7 +192,8 @@ def _kernels(
         names = (
             *("alibi_slopes", "bias", "sinks", "causal", "left", "right"),
             *("softmax_scale", "softcap", "layout"),
-            *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "check", "out"),
+            *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+            *("check", "deterministic", "out"),
         )
         given = dict(zip(names, rest))
         window = (given.pop("left"), given.pop("right"))
@@ -207,11 +226,62 @@ def _kernels(
     return {
         "prefill": run_prefill,
         "prefill_out": lambda *given: run_prefill(*given)[1],
+        "prefill_gradients": _run_gradients,
         "decode": run_decode,
         "decode_out": lambda *given: run_decode(*given)[1],
         "append_kv": run_append,
         "merge": lambda *given: merge(*given[:4], layout=given[4]),
     }
+
+
+PREFILL_INPUTS = 18  # of the operator, the tensors among them by their places
+PREFILL_TENSORS = (0, 1, 2, 3, 4, 5, 12, 13)
+BIAS, SINKS = 4, 5
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(*(inputs[place] for place in PREFILL_TENSORS), *output)
+    ctx.others = tuple(
+        None if place in PREFILL_TENSORS else given for place, given in enumerate(inputs)
+    )
+
+
+def _prefill_backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    *tensors, out, lse = ctx.saved_tensors
+    inputs = list(ctx.others)
+    for place, tensor in zip(PREFILL_TENSORS, tensors):
+        inputs[place] = tensor
+    of_bias, of_sinks = ctx.needs_input_grad[BIAS], ctx.needs_input_grad[SINKS]
+    operator = _operators["prefill_gradients"]
+    *found, dbias, dsinks = operator(*inputs, out, lse, dout, dlse, of_bias, of_sinks)
+    of_modifiers = (None, dbias if of_bias else None, dsinks if of_sinks else None)
+    return *found, *of_modifiers, *[None] * (PREFILL_INPUTS - SINKS - 1)
+
+
+def _run_gradients(*given: Any) -> tuple[torch.Tensor, ...]:
+    """What the operator of gradients runs; of what is not asked for there is nothing."""
+    inputs, (out, lse, dout, dlse, of_bias, of_sinks) = (
+        given[:PREFILL_INPUTS],
+        given[PREFILL_INPUTS:],
+    )
+    q, k, v, slopes, bias, sinks, causal, left, right, scale, softcap, layout = inputs[:12]
+    *packing, _, deterministic = inputs[12:]
+    modifiers = Modifiers((left, right), softcap, slopes, bias, sinks, *packing)
+    training = training_of(q, k, v, causal, layout, modifiers, scale, deterministic)
+    dbias = bias.new_empty(bias.shape) if of_bias else None
+    dsinks = sinks.new_empty(sinks.shape) if of_sinks else None
+    forward = (q, k, v, out, lse, dout, dlse)
+    found = prefill_gradients(training, modifiers, dbias, dsinks, *forward)
+    return *found, *(q.new_empty(0) if each is None else each for each in (dbias, dsinks))
+
+
+def _gradient_results(*given: Any) -> tuple[torch.Tensor, ...]:
+    """The same without values."""
+    *_, of_bias, of_sinks = given
+    found = [each.new_empty(each.shape) for each in given[:3]]
+    for asked, place in ((of_bias, BIAS), (of_sinks, SINKS)):
+        found.append(given[place].new_empty(given[place].shape) if asked else given[0].new_empty(0))
+    return tuple(found)
 
 
 def _prefill_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:

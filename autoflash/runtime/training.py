@@ -54,9 +54,28 @@ def prefill_with_gradients(
 
     Raises ProblemError where no backward serves the call.
     """
-    slopes = modifiers.alibi_slopes
+    refuse_slopes(modifiers.alibi_slopes)
+    training = training_of(q, k, v, causal, layout, modifiers, softmax_scale, deterministic)
+    return DifferentiablePrefill.apply(q, k, v, *modifiers.tensors, attention, training)
+
+
+def refuse_slopes(slopes: torch.Tensor | None) -> None:
+    """Raise ProblemError for slopes that ask for a gradient."""
     if slopes is not None and slopes.requires_grad:
         raise ProblemError("prefill: alibi_slopes requires grad and has no gradient; detach it")
+
+
+def training_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    layout: str,
+    modifiers: Modifiers,
+    softmax_scale: float | None,
+    deterministic: bool,
+) -> Training:
+    """What the backward of this call needs. Raises ProblemError where none serves it."""
     with torch.no_grad():  # under which nobody refuses a tensor that requires grad
         forward = prefill_problem(q, k, v, causal, layout, modifiers)
     problem = replace(forward, op="backward", deterministic=deterministic)
@@ -67,8 +86,7 @@ def prefill_with_gradients(
     numbers = modifiers._replace(
         alibi_slopes=None, bias=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None
     )
-    training = Training(problem, scale, numbers)
-    return DifferentiablePrefill.apply(q, k, v, *modifiers.tensors, attention, training)
+    return Training(problem, scale, numbers)
 
 
 class DifferentiablePrefill(torch.autograd.Function):

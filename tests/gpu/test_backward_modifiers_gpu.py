@@ -213,3 +213,19 @@ def test_autograd_of_the_exported_module_is_right_and_repeats_its_bits(module, k
         verdict = GradientBudget(inputs).judge(Gradients(*found[:3]), ModifierGradients(*beside))
         assert verdict.correct, verdict.reason
         assert all(torch.equal(a, b) for a, b in zip(found, runs[0], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:autoflash")
+def test_inductor_compiles_a_layer_and_its_backward_with_the_same_bits(module):
+    inputs = make_inputs(of(300, 300, bias=True, sinks=True), device="cuda")
+    given = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
+    leaves = [t.detach().requires_grad_() for t in given]
+
+    def layer(q, k, v, bias, sinks):
+        return module.prefill(q, k, v, causal=True, bias=bias, sinks=sinks)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    found, expected = (
+        torch.autograd.grad(each(*leaves), leaves, inputs.dout) for each in (compiled, layer)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -176,7 +176,7 @@ def every_operator(module):
     q, k, v = prefill_call()
     slopes, sinks = torch.rand(4), torch.rand(4)
     bias = torch.rand(20, 40).bfloat16()
-    whole = (None, None, None, None, False)
+    whole = (None, None, None, None, False, False)
     sloped = (q, k, v, slopes, None, sinks, True, 9, 0, 0.25, 3.0, "bshd", *whole)
     biased = (q, k, v, None, bias, sinks, False, 9, 5, None, 0.0, "bshd", *whole)
     yield operators.prefill.default, sloped
@@ -184,7 +184,7 @@ def every_operator(module):
     yield operators.prefill_out.default, (*sloped, torch.empty_like(q))
     starts_q, starts_k = torch.tensor([0, 7, 20]), torch.tensor([0, 30, 40])
     packed = (q[0], k[0], v[0], None, None, None, True, -1, -1, None, 0.0, "thd")
-    yield operators.prefill.default, (*packed, starts_q, starts_k, 13, 30, True)
+    yield operators.prefill.default, (*packed, starts_q, starts_k, 13, 30, True, False)
     parts = (q[0], torch.rand(4, 20), q[0] * 2, torch.rand(4, 20), "thd")
     yield operators.merge.default, parts
     q, k, v, lengths, table = decode_call()

@@ -1,6 +1,7 @@
 """prefill() of an exported module that carries a backward: gradients by autograd."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,3 +236,39 @@ def test_deterministic_is_served_by_a_family_whose_bits_repeat(tmp_path):
     gradients_of(module, inputs, deterministic=True)
     (tally,) = (t for t in module._tallies.values() if t.choice.family == "backward")
     assert tally.problem.deterministic and tally.choice.how == "exact"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"bias": True, "window_left": 9}, {"layout": "thd", "sinks": True, "softcap": True}],
+    ids=["plain", "bias and window", "packed, sinks and softcap"],
+)
+def test_a_compiled_graph_has_the_gradients_of_the_eager_call(module, changed):
+    torch._dynamo.reset()
+    p = replace(CAUSAL, **changed)
+    lengths = [(9, 20)] if p.varlen else None
+    inputs = make_inputs(p, lengths=lengths, wide_rows=1)
+    prefill = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"deterministic": True}):
+        found = with_modifiers(SimpleNamespace(prefill=prefill), inputs, **options)
+        expected = with_modifiers(module, inputs, **options)
+        for one, other in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+            assert one is other or torch.equal(one, other)
+
+
+def test_a_compiled_graph_refuses_gradients_of_slopes_and_of_what_is_to_be_written(module):
+    torch._dynamo.reset()
+    q, k, v = leaves(make_inputs(CAUSAL))
+    prefill = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="alibi_slopes requires grad and has no gradient"):
+        prefill(q, k, v, alibi_slopes=torch.ones(2, requires_grad=True))
+    with pytest.raises(Exception, match="no backward yet"):
+        prefill(q, k, v, out=torch.empty_like(q))
+
+
+def test_torchs_own_check_of_the_operator_with_gradients_passes(module):
+    inputs = make_inputs(replace(CAUSAL, bias=True, sinks=True))
+    given = (*leaves(inputs), None, inputs.bias.requires_grad_(), inputs.sinks.requires_grad_())
+    rest = (True, -1, -1, None, 0.0, "bshd", None, None, None, None, False, False)
+    operator = getattr(torch.ops, module.operator_namespace()).prefill.default
+    assert set(torch.library.opcheck(operator, (*given, *rest)).values()) == {"SUCCESS"}
