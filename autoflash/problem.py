@@ -86,6 +86,7 @@ def title(problem: Problem) -> str:
         parts += p.modifiers
         parts.append(p.layout if p.layout != "bshd" else "")
         parts.append(p.lengths if p.lengths != "equal" else "")
+        parts.append("deterministic" if p.deterministic else "")
     else:
         parts.append(f"{p.seqlen_q} queries" if p.seqlen_q > 1 else "")
         parts.append(f"{p.seqlen_k} keys")

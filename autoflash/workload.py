@@ -108,7 +108,8 @@ class Model(_Strict):
 class PrefillEntry(Model):
     """Prompts: `seqlen_q` tokens attending to `seqlen_k`, by default as many.
 
-    With `training` each is two problems: its backward is one of its own.
+    With `training` each is two problems: its backward is one of its own, whose bits repeat where it
+    is `deterministic`.
     """
 
     batch: OneOrMany[Positive] = Field(default=[1])
@@ -123,6 +124,7 @@ class PrefillEntry(Model):
     alibi: OneOrMany[bool] = Field(default=[False])
     bias: OneOrMany[bool] = Field(default=[False])
     sinks: OneOrMany[bool] = Field(default=[False])
+    deterministic: OneOrMany[bool] = Field(default=[False])
     training: bool = False
     weight: Weight = 1.0
 
@@ -189,7 +191,11 @@ def _trains(entry: PrefillEntry | DecodeEntry) -> bool:
 
 
 def _with_backward(problem: Problem, entry: PrefillEntry | DecodeEntry) -> tuple[Problem, ...]:
-    return (problem, replace(problem, op="backward")) if _trains(entry) else (problem,)
+    if _trains(entry):
+        return replace(problem, deterministic=False), replace(problem, op="backward")
+    if problem.deterministic:
+        raise ProblemError("deterministic is for training: without, equal calls give equal bits")
+    return (problem,)
 
 
 def _refusal(file: str, mistakes: list[str]) -> WorkloadError:

@@ -775,30 +775,32 @@ def backward_bias_kernel(
             rows_before = tl.cast(batch * num_heads + q_head, tl.int64) * padded_q
             for start_m in tl.range(own_m, end_m, BLOCK_M):
                 for start_n in tl.range(own_n, end_n, BLOCK_N):
-                    acc += scores_gradient(
-                        q_source,
-                        k_source,
-                        v_source,
-                        dout_source,
-                        bias_source,
-                        lse_log2 + rows_before,
-                        delta + rows_before,
-                        start_m,
-                        start_n,
-                        seqlen_q,
-                        seqlen_k,
-                        stride_qs,
-                        stride_ks,
-                        stride_vs,
-                        stride_gs,
-                        stride_bi,
-                        stride_bj,
-                        scale_log2,
-                        BLOCK_M,
-                        BLOCK_N,
-                        HEAD_DIM,
-                        BLOCK_D,
-                    )
+                    some_seen = start_n < seqlen_k
+                    if some_seen:
+                        acc += scores_gradient(
+                            q_source,
+                            k_source,
+                            v_source,
+                            dout_source,
+                            bias_source,
+                            lse_log2 + rows_before,
+                            delta + rows_before,
+                            start_m,
+                            start_n,
+                            seqlen_q,
+                            seqlen_k,
+                            stride_qs,
+                            stride_ks,
+                            stride_vs,
+                            stride_gs,
+                            stride_bi,
+                            stride_bj,
+                            scale_log2,
+                            BLOCK_M,
+                            BLOCK_N,
+                            HEAD_DIM,
+                            BLOCK_D,
+                        )
     if OWN_M == 1:
         acc = tl.sum(acc, 0, keep_dims=True)
     if OWN_N == 1:

@@ -175,3 +175,4 @@ def test_a_single_pass_has_candidates_of_both_loads_on_the_h200(head_dim: int) -
 def test_a_backward_is_told_as_its_prefill_is() -> None:
     told = title(problem(layout="bhsd"))
     assert told == "backward bf16 causal, batch 1, heads 32/8, head_dim 128, 4096 keys, bhsd"
+    assert title(problem(layout="bhsd", deterministic=True)) == f"{told}, deterministic"

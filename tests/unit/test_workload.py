@@ -289,6 +289,18 @@ def test_training_adds_the_backward_of_each_problem_with_its_weight(tmp_path):
     assert backward == replace(forward, op="backward")
 
 
+def test_deterministic_is_said_of_the_backward_alone(tmp_path):
+    trained = "{seqlen_q: 64, training: true, deterministic: [false, true]}"
+    problems = dict(load(tmp_path, f"{MODEL}prefill: [{trained}]").problems)
+    assert sorted((p.op, p.deterministic) for p in problems) == [
+        ("backward", False),
+        ("backward", True),
+        ("prefill", False),
+    ]
+    with pytest.raises(WorkloadError, match=r"prefill\[0\]: deterministic is for training"):
+        load(tmp_path, f"{MODEL}prefill: [{{seqlen_q: 64, deterministic: true}}]")
+
+
 def test_training_is_a_word_of_an_entry_and_no_list(tmp_path):
     with pytest.raises(WorkloadError, match=r"prefill\[0\]\.training: .* is not true or false"):
         load(tmp_path, f"{MODEL}prefill: [{{seqlen_q: 64, training: [true]}}]")
