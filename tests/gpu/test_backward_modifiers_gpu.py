@@ -46,7 +46,7 @@ KINDS = {
     },
 }
 SOME = [(385, 385), (0, 70), (1, 1), (77, 300), (130, 3), (5, 0)]  # of packed sequences
-DRAWN = 6  # candidates beside the default
+DRAWN = 3  # candidates beside the default
 
 
 @pytest.fixture(scope="module")
