@@ -11,6 +11,7 @@ from making import backward_of, prefill_of, winner_of
 
 from autoflash.export import export
 
+pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "examples" / "training_step.py"
 
 

@@ -9,6 +9,7 @@ from test_verify import autoflash
 
 from autoflash.export import export
 
+pytestmark = pytest.mark.slow
 CLAUSES = ("--clause", "order", "--clause", "lse", "--clause", "dead memory")
 
 
