@@ -28,6 +28,7 @@ PARTS = (
     "decode/store.py.jinja",
     "decode/merge.py.jinja",
     "decode/kernel.py.jinja",
+    "decode/kernel_quantised.py.jinja",
     "decode/combine.py.jinja",
     "decode/plan.py.jinja",
 )
