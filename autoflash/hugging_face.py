@@ -84,9 +84,7 @@ def import_config(path: Path, shapes: Shapes, tensor_parallel: int = 1) -> Impor
     prefill, decode = [], []
     for attention in _attentions(config, model_type):
         prefill.append(_prefill(attention, shapes, longest))
-        entry, notice = _decode(attention, shapes, longest)
-        decode += [entry] if entry else []
-        notices += [notice] if notice else []
+        decode.append(_decode(attention, shapes, longest))
     name = path.parent.name if path.name == "config.json" else path.stem
     told = {"name": name or model_type, "model": model, "prefill": prefill, "decode": decode}
     return Imported(_written(told), tuple(notices))
@@ -187,36 +185,28 @@ def _sliding(config: _Config, model_type: str) -> list[bool]:
 
 
 def _prefill(attention: Attention, shapes: Shapes, longest: int) -> dict[str, Any]:
-    entry: dict[str, Any] = {
+    return {
         "batch": list(shapes.prefill_batches),
         "seqlen_q": _reached(shapes.prefill_lengths, longest),
+        **_modifiers(attention),
+        "weight": attention.layers,
     }
-    if attention.window:
-        entry["window_left"] = attention.window - 1
-    entry |= {name: True for name in ("softcap", "sinks") if getattr(attention, name)}
-    return entry | {"weight": attention.layers}
 
 
-def _decode(
-    attention: Attention, shapes: Shapes, longest: int
-) -> tuple[dict[str, Any] | None, str]:
-    """The entry of what decode serves, and what it does not. A window hides nothing up to it."""
-    layers = f"decode of {attention.layers} layers"
-    lacking = [name for name in ("softcap", "sinks") if getattr(attention, name)]
-    if lacking:
-        return None, f"{layers} is not served: it has no {' and no '.join(lacking)} yet"
-    lengths, notice = _reached(shapes.decode_lengths, longest), ""
-    if attention.window and lengths[-1] > attention.window:
-        notice = f"{layers} is not served beyond {attention.window} keys: it has no window yet"
-        lengths = [length for length in lengths if length <= attention.window]
-    if not lengths:
-        return None, notice
-    entry = {
+def _decode(attention: Attention, shapes: Shapes, longest: int) -> dict[str, Any]:
+    return {
         "batch": list(shapes.decode_batches),
-        "seqlen_k": lengths,
+        "seqlen_k": _reached(shapes.decode_lengths, longest),
         "page_size": list(shapes.page_sizes),
+        **_modifiers(attention),
+        "weight": attention.layers,
     }
-    return entry | {"weight": attention.layers}, notice
+
+
+def _modifiers(attention: Attention) -> dict[str, Any]:
+    """What the layers have beside the plain attention, of those that are on."""
+    window = {"window_left": attention.window - 1} if attention.window else {}
+    return window | {name: True for name in ("softcap", "sinks") if getattr(attention, name)}
 
 
 def _reached(lengths: Sequence[int], longest: int) -> list[int]:

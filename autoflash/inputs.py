@@ -56,7 +56,7 @@ class Inputs:
 
     @property
     def modifiers(self) -> Modifiers:
-        """As prefill() takes them."""
+        """As prefill() and decode() take them."""
         p = self.problem
         given = Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
         if not p.varlen:
@@ -266,13 +266,15 @@ def make_inputs(
             used = -(-cache_seqlens // p.page_size)
             columns = torch.arange(block_table.shape[1], device=device)
             block_table = block_table.masked_fill(columns[None] >= used[:, None], POISON_PAGE)
-    return Inputs(p, q, k, v, cache_seqlens, block_table, k_scale, v_scale)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    on = _modifiers(p, normal, device)
+    return Inputs(p, q, k, v, cache_seqlens, block_table, **scales, **on)
 
 
 def _modifiers(
     problem: Problem, normal: Callable[..., torch.Tensor], device: str | torch.device
 ) -> dict[str, Any]:
-    """The modifiers of a prefill. Slopes are those of ALiBi, steeper from sequence to sequence.
+    """The modifiers of a call. Slopes are those of ALiBi, steeper from sequence to sequence.
 
     A bias is the same for all sequences, as one of relative positions is.
     """

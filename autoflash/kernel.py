@@ -31,7 +31,12 @@ from autoflash.records import Resources
 from autoflash.render import Rendered, render
 from autoflash.runtime.launch import Launch, compile_plan
 from autoflash.runtime.load import load_text
-from autoflash.runtime.modifiers import backward_plan, modifiers_of, prefill_plan
+from autoflash.runtime.modifiers import (
+    backward_plan,
+    decode_plan,
+    modifiers_of,
+    prefill_plan,
+)
 from autoflash.runtime.scales import cache_form
 from autoflash.whole_file import write_whole
 
@@ -157,7 +162,10 @@ def plan_of(
         of_modifiers = lse if isinstance(lse, ModifierGradients) else ModifierGradients()
         return backward_plan(module, p, modifiers_of(p, inputs.modifiers), of_modifiers, *given)
     scales = (inputs.k_scale, inputs.v_scale) if p.quantised else ()
-    return module.plan(
+    return decode_plan(
+        module,
+        p,
+        modifiers_of(p, inputs.modifiers),
         inputs.q,
         cache_form(inputs.k),
         cache_form(inputs.v),

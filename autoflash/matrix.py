@@ -138,6 +138,8 @@ def _few_decodes() -> list[Problem]:
         kind(page_size=16, seqlen_q=2),
         kind(32, 2, 1, page_size=16, kv_dtype="fp8_e4m3", kv_scales="head"),
         kind(32, 2, 1, kv_dtype="int8", kv_scales="token"),
+        kind(page_size=16, window_left=16, sinks=True),
+        kind(page_size=16, seqlen_q=3, window_left=16, softcap=True, alibi=True),
     ]
 
 
@@ -177,6 +179,16 @@ def _all_decodes() -> Iterator[Problem]:
         yield _like(plain, page_size=page_size, kv_layout="hnd")
     for page_size in PAGE_SIZES:
         yield _like(plain, page_size=page_size)
+    on_off = (False, True)
+    for seqlen_q, left, *on in product((1, 3), (-1, 16), on_off, on_off, on_off):
+        fields = dict(zip(("softcap", "alibi", "sinks"), on, strict=True))
+        yield _like(wide, page_size=16, seqlen_q=seqlen_q, window_left=left, **fields)
+    for seqlen_q, (kv_dtype, kv_scales) in product(
+        (1, 4), (("fp8_e4m3", "head"), ("int8", "token"))
+    ):
+        everything = {"window_left": 16, "softcap": True, "alibi": True, "sinks": True}
+        fields = {"kv_dtype": kv_dtype, "kv_scales": kv_scales, **everything}
+        yield _like(wide, seqlen_q=seqlen_q, **fields)
 
 
 def _like(problem: Problem, **changes: Any) -> Problem:
@@ -317,8 +329,14 @@ def _decode_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[
 
     yield case("random values", t + 9, 37)
     yield case("visible keys are counted", *edges)
+    if kind.windowed:
+        for left in (0, t) if small else (0, 1, t - 1, t, t + 1):
+            yield case("visible keys are counted", *edges, window_left=left)
+        yield case("keys before all windows change no bit", 2 * t + 9, 1, t + 1)
     yield case("rows without keys", 0, 40, kind.seqlen_q - 1)
     yield case("a scale of its own", t + 9)
+    if kind.softcap:
+        yield case("scores far beyond a softcap", t + 9)
     yield case("lse is the natural logarithm", 2 * t + 1, 1)
     yield case("out without lse", t + 9)
     yield case("dead slots change no bit", t + 1, 1, p, 0)

@@ -15,6 +15,7 @@ from autoflash.canary import Canaries
 from autoflash.check import picked, sample_rows
 from autoflash.inputs import POISON_PAGE, Inputs
 from autoflash.problem import Problem
+from autoflash.quantised import spoil
 from autoflash.reference import visible
 from autoflash.subjects import Subject
 
@@ -75,6 +76,28 @@ def _hidden_keys_change_no_bit(subject: Subject, make: Make) -> str:
         same = _same(_tokens_first(out, p)[:, i], _tokens_first(other, p)[:, i])
         if not same or not _same(lse[..., i], other_lse[..., i]):
             return f"row {i} changes with keys that it does not see"
+    return ""
+
+
+def _keys_before_windows_change_no_bit(subject: Subject, make: Make) -> str:
+    # decode: they may be gone from the cache, their pages may be others'
+    inputs = make()
+    p, lengths = inputs.problem, inputs.cache_seqlens
+    assert lengths is not None
+    gone = (lengths - p.seqlen_q - p.window_left).clamp_min(0)
+    k, v, table = inputs.k.clone(), inputs.v.clone(), inputs.block_table
+    for b, keys in enumerate(gone.tolist()):
+        for tokens in (_tokens_first(k, p), _tokens_first(v, p)):
+            if table is None:
+                spoil(tokens[b, :keys])
+            elif keys:
+                spoil(tokens[int(table[b, keys // p.page_size]), : keys % p.page_size])
+    if table is not None:
+        pages = torch.arange(table.shape[1], device=table.device)
+        table = table.masked_fill(pages < (gone // p.page_size)[:, None], POISON_PAGE)
+    spoilt = replace(inputs, k=k, v=v, block_table=table)
+    if not _same(*subject.run(inputs), *subject.run(spoilt)):
+        return "results change with keys before all windows"
     return ""
 
 
@@ -301,6 +324,7 @@ def _heads_are_apart(subject: Subject, make: Make) -> str:
 PROBES = {
     "visible keys are counted": Probe("positions", _counts_visible_keys),
     "hidden keys change no bit": Probe("positions", _hidden_keys_change_no_bit),
+    "keys before all windows change no bit": Probe("positions", _keys_before_windows_change_no_bit),
     "a scale of its own": Probe("order", _scale_comes_first),
     "scores far beyond a softcap": Probe("order", _strong_scores),
     "rows without keys": Probe("empty rows", _right),

@@ -19,6 +19,9 @@ class Variant:
     alibi: bool = False
     bias: bool = False
     sinks: bool = False
+    modified: bool = (
+        False  # of decode: what of the above is on is told by arguments that may be None
+    )
     varlen: bool = False  # sequences packed one after the other
     paged: bool = False
     queries: bool = False  # several query tokens a sequence
@@ -39,6 +42,11 @@ class Variant:
     def takes_modifiers(self) -> bool:
         """Whether there is any of what a plan is given beside the plain one's arguments."""
         return bool(self.modifiers) or self.varlen
+
+    @property
+    def caps(self) -> bool:
+        """Whether scores may be capped."""
+        return self.softcap or self.modified
 
     @property
     def changes_scores(self) -> bool:
@@ -92,6 +100,8 @@ def title(problem: Problem) -> str:
         parts.append(f"{p.seqlen_k} keys")
         parts.append(f"pages of {p.page_size}" if p.paged else "contiguous")
         parts.append(f"pages {p.pages}" if p.pages in PAGES[1:] else "")
+        parts.append(f"window {p.window_left}" if p.windowed else "")
+        parts += p.modifiers
         parts.append(f"{p.kv_dtype} with scales per {p.kv_scales}" if p.quantised else "")
         parts.append(p.kv_layout if p.kv_layout != "nhd" else "")
         parts.append(p.lengths if p.lengths != "equal" else "")

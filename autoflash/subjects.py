@@ -134,6 +134,8 @@ class Exported:
         if p.kv_scales == "tensor":  # of which the inputs have one for each head
             scales = {n: None if s is None else s[0, :1].clone() for n, s in scales.items()}
         paged = {"pages": p.pages} if p.paged else {}
+        on = inputs.modifiers
+        modified = {"softcap": on.softcap, "alibi_slopes": on.alibi_slopes, "sinks": on.sinks}
         return self._module.decode(
             inputs.q,
             inputs.k,
@@ -143,6 +145,8 @@ class Exported:
             kv_layout=p.kv_layout,
             max_seqlen_k=p.seqlen_k,
             lengths=p.lengths,
+            window=on.window,
+            **modified,
             **paged,
             **scales,
             **keywords,
@@ -176,15 +180,16 @@ def tuned_problems(module: ModuleType, gpu_name: str) -> list[Problem]:
 
 
 def _tuned_problem(key: tuple[Any, ...], sizes: Any) -> Problem:
-    exact = len(MATCH_EXACT_FIELDS)
-    group_size, _, _, windowed = key[exact:]
+    exact = dict(zip(MATCH_EXACT_FIELDS, key))
+    group_size, _, _, windowed = key[len(exact) :]
     kv_heads = 8 if sizes.kv_heads % 8 == 0 else 1
     sides = (sizes.keys_before, sizes.keys_after)
     left, right = (
-        side if windowed and side < sizes.seqlen_k else -1 for side in sides
-    )  # one that reaches all keys is unbounded
+        side if windowed and (side < sizes.seqlen_k or exact["op"] == "decode") else -1
+        for side in sides
+    )  # one that reaches all keys is unbounded, except in decode
     return Problem(
-        **dict(zip(MATCH_EXACT_FIELDS, key[:exact], strict=True)),
+        **exact,
         batch=sizes.kv_heads // kv_heads,
         num_heads=kv_heads * group_size,
         num_kv_heads=kv_heads,

@@ -141,6 +141,10 @@ class DecodeEntry(Model):
     pages: OneOrMany[Literal["permuted", "contiguous", "shared"]] = Field(default_factory=list)
     kv_dtype: OneOrMany[KvDtype] = Field(default_factory=list)
     kv_scales: OneOrMany[Literal["tensor", "head", "token"]] = Field(default_factory=list)
+    window_left: OneOrMany[Side] = Field(default=[-1])
+    softcap: OneOrMany[bool] = Field(default=[False])
+    alibi: OneOrMany[bool] = Field(default=[False])
+    sinks: OneOrMany[bool] = Field(default=[False])
     weight: Weight = 1.0
 
 

@@ -46,14 +46,18 @@ def register(module: ModuleType) -> None:
             raise ValueError("attention dropout is not supported")
         if is_causal is None:
             is_causal = getattr(layer, "is_causal", True)
-        modified = bool(sliding_window or softcap or s_aux is not None or not is_causal)
+        modified = {
+            "window": (sliding_window - 1, -1) if sliding_window else (-1, -1),
+            "softmax_scale": scaling,
+            "softcap": softcap or 0.0,
+            "sinks": s_aux,
+        }
         lengths = None if attention_mask is None else attention_mask.flatten()
-        if query.shape[2] <= DECODE_TOKENS and not modified:
+        if query.shape[2] <= DECODE_TOKENS and is_causal:
             if lengths is None:
                 lengths = key.new_full(key.shape[:1], key.shape[2], dtype=torch.int32)
             q = query.transpose(1, 2)
-            out = module.decode(q, key, value, lengths, kv_layout="hnd", softmax_scale=scaling)
-            return out, None
+            return module.decode(q, key, value, lengths, kv_layout="hnd", **modified), None
         if lengths is not None:  # what a static cache holds so far
             keys = int(lengths[0])
             key, value = key[:, :, :keys], value[:, :, :keys]
@@ -62,11 +66,8 @@ def register(module: ModuleType) -> None:
             key,
             value,
             causal=is_causal,
-            window=(sliding_window - 1, -1) if sliding_window else (-1, -1),
-            softmax_scale=scaling,
-            softcap=softcap or 0.0,
-            sinks=s_aux,
             layout="bhsd",
+            **modified,
         )
         return out.transpose(1, 2), None
 

@@ -9,6 +9,7 @@ from autoflash.families.family import Family
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem, Variant
 from autoflash.runtime.defaults import decode_default, decode_programs_per_sm
+from autoflash.runtime.problem import MODIFIERS
 from autoflash.runtime.validity import (
     decode_block_d,
     decode_is_wide,
@@ -20,6 +21,8 @@ from autoflash.runtime.validity import (
 PARTS = (
     "triton_header.py.jinja",
     "decode/tiles.py.jinja",
+    "shared/softcap.py.jinja",
+    "decode/modifiers.py.jinja",
     "decode/quantised.py.jinja",
     "decode/attend.py.jinja",
     "decode/attend_swapped.py.jinja",
@@ -31,6 +34,7 @@ PARTS = (
     "decode/kernel_quantised.py.jinja",
     "decode/combine.py.jinja",
     "decode/plan.py.jinja",
+    "decode/plan_modified.py.jinja",
 )
 
 KNOBS = (
@@ -50,7 +54,14 @@ RING_SHARE = 64 / 228
 
 
 def variant(problem: Problem) -> Variant:
-    return Variant("decode", "decode", **dict.fromkeys(problem.switches, True))
+    return decode_variant("decode", problem)
+
+
+def decode_variant(family: str, problem: Problem) -> Variant:
+    """One text has all modifiers: what a call has not is None, of which no trace is compiled."""
+    switches = dict.fromkeys(problem.switches, True)
+    modified = [switches.pop(name) for name in ("window", *MODIFIERS) if name in switches]
+    return Variant(family, "decode", **switches, modified=bool(modified))
 
 
 def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:

@@ -18,7 +18,7 @@ KNOBS = tuple(knob for knob in decode.KNOBS if knob.name not in COMBINE)
 
 
 def variant(problem: Problem) -> Variant:
-    return Variant("decode_last", "decode", **dict.fromkeys(problem.switches, True))
+    return decode.decode_variant("decode_last", problem)
 
 
 def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:

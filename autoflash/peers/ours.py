@@ -20,7 +20,7 @@ def prefill(module: ModuleType, inputs: list[Inputs]) -> Contender:
 
 
 def decode(module: ModuleType, hints: Mapping[str, Any], inputs: list[Inputs]) -> Contender:
-    """The module's decode(), a single query token without an axis of its own."""
+    """The module's decode(), likewise; a single query token without an axis of its own."""
     one_token = inputs[0].problem.seqlen_q == 1
     calls = [
         functools.partial(
@@ -33,6 +33,7 @@ def decode(module: ModuleType, hints: Mapping[str, Any], inputs: list[Inputs]) -
             kv_layout=one.problem.kv_layout,
             k_scale=one.k_scale,
             v_scale=one.v_scale,
+            **_beside_the_plain(one),
             **hints,
         )
         for one in inputs

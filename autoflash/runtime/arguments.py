@@ -84,6 +84,7 @@ def decode_problem(
     pages: str,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
+    modifiers: Modifiers = NO_MODIFIERS,
 ) -> Problem:
     """The problem these tensors pose; q is (batch, seqlen_q, num_heads, head_dim).
 
@@ -115,6 +116,7 @@ def decode_problem(
             f"decode: max_seqlen_k {max_seqlen_k} is not from 0 to the cache's capacity {capacity}"
         )
     head_shapes = ((k_cache.shape[heads],), (batch, k_cache.shape[heads]))
+    whole = (batch, q.shape[2], q.shape[1], capacity)
     return Problem(
         op="decode",
         dtype=ARGUMENT_DTYPES[q.dtype],
@@ -131,6 +133,7 @@ def decode_problem(
         lengths=lengths,
         pages=pages,
         kv_scales=scales_granularity("decode", k_scale, v_scale, k_cache, head_shapes),
+        **modifier_fields("decode", modifiers, q, *whole),
     )
 
 

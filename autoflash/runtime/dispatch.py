@@ -20,7 +20,7 @@ from .arguments import (
 from .installed import device_for, installed, tally_for
 from .launch import interpreted
 from .merging import check_parts, merge_forms
-from .modifiers import Modifiers, modifiers_of, prefill_plan
+from .modifiers import Modifiers, decode_plan, modifiers_of, prefill_plan
 from .operators import append_kv_traced, decode_traced, merge_traced, prefill_traced
 from .recipe import form_of
 from .scales import Scale, cache_form, scale_form, scale_number
@@ -45,8 +45,7 @@ PREFILL_OTHERS = (  # not served yet
     *("dropout_p", "rng", "batch_invariant"),
 )
 DECODE_OTHERS = (
-    *("window", "softcap", "alibi_slopes", "bias", "sinks"),
-    *("document_ids", "prefix_lens", "mask", "page_positions", "batch_invariant"),
+    *("bias", "document_ids", "prefix_lens", "mask", "page_positions", "batch_invariant"),
 )
 
 
@@ -209,44 +208,39 @@ def decode(
     that say what a stored 1 counts: a number, or fp32 of one element, of (num_kv_heads,) or
     (batch, num_kv_heads), or one for each head of each token, of the cache's shape without
     head_dim. `cache_seqlens` counts the valid tokens, the queries' own included; slots and
-    table entries past them may hold anything. `max_seqlen_k` (no length is greater), `lengths`
+    table entries past them may hold anything. `window`, `softcap`, `alibi_slopes` and `sinks` are
+    as in prefill(); keys before the windows of all queries of a sequence are not read.
+    `max_seqlen_k` (no length is greater), `lengths`
     (equal, ragged) and `pages` (permuted, contiguous, shared by all sequences at the beginning)
     only help the choice. `lse` is fp32 (batch, num_heads, seqlen_q), (batch, num_heads) if q has no
     query axis. `check` looks at lengths and page ids, and waits for the device. Raises
     ProblemError naming an argument that does not fit or is not served yet.
     """
-    others = (
-        window if tuple(window) != (-1, -1) else None,
-        softcap or None,
-        alibi_slopes,
-        bias,
-        sinks,
-        document_ids,
-        prefix_lens,
-        mask,
-        page_positions,
-        batch_invariant or None,
-    )
+    others = (bias, document_ids, prefix_lens, mask, page_positions, batch_invariant or None)
     refuse_arguments("decode", DECODE_OTHERS, others)
     hints = (max_seqlen_k, lengths, pages)
     if torch.compiler.is_compiling():
         read = (q, k_cache, v_cache, cache_seqlens, block_table, (k_scale, v_scale), kv_layout)
-        return decode_traced(*read, hints, softmax_scale, check, out, return_lse)
-    given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out)
+        modified = (alibi_slopes, sinks, *window, softcap)
+        return decode_traced(*read, hints, modified, softmax_scale, check, out, return_lse)
+    on = (alibi_slopes, sinks)
+    given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on)
     key = (
-        *("decode", kv_layout, *hints, return_lse, softmax_scale),
+        *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window),
         *(scale_number(k_scale), scale_number(v_scale)),
         *(block_table is None, k_scale is None, v_scale is None, out is None),
+        *(alibi_slopes is None, sinks is None),
     )
     repeat = None if check else repeated(key, given)
     if repeat is not None:
         result, lse = outputs_of(q, repeat.served.tally.problem, out, return_lse)
         scales = () if k_scale is None else (k_scale, v_scale)
         read = (q, k_cache, v_cache, *scales, cache_seqlens, block_table)
-        if launch_repeat(repeat, (*read, result, lse)):
+        if launch_repeat(repeat, (*read, result, lse, *on)):
             return (result, lse) if lse is not None else result
     form = (key, *map(form_of, given))
     served = served_before(form)
+    modifiers = Modifiers(window, softcap, alibi_slopes, None, sinks)
     # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
     add_query_axis, own_out = served is None and q.dim() == 3, out
     if add_query_axis:
@@ -254,9 +248,8 @@ def decode(
     if served is not None:
         problem = served.tally.problem
     else:
-        problem = decode_problem(
-            q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, *hints, k_scale, v_scale
-        )
+        read = (q, k_cache, v_cache, cache_seqlens, block_table)
+        problem = decode_problem(*read, kv_layout, *hints, k_scale, v_scale, modifiers)
         if out is not None:
             check_output("decode", out, q, problem.head_dim_v)
     if check:
@@ -271,14 +264,15 @@ def decode(
     tensors = (q, *caches, *scales, cache_seqlens, block_table, out, lse)
     if served is not None:
         remember_repeat(key, given, form, served)
-        launch_again(served, tensors)
+        launch_again(served, (*tensors, *on))
     else:
         scale = scale_or_default("decode", softmax_scale, problem.head_dim)
         tally, device = tally_for(problem, q)
-        sizes = (problem.seqlen_k, device.num_sms)
-        knobs = tally.choice.knobs
-        make_plan = partial(tally.choice.module.plan, *tensors, scale, kv_layout, *sizes, knobs)
-        launch_first(form, tally, tensors, make_plan)
+        modifiers = modifiers_of(problem, modifiers)
+        rest = (scale, kv_layout, problem.seqlen_k, device.num_sms, tally.choice.knobs)
+        first = (tally.choice.module, problem, modifiers)
+        make_plan = partial(decode_plan, *first, *tensors, *rest)
+        launch_first(form, tally, (*tensors, modifiers.alibi_slopes, modifiers.sinks), make_plan)
     if add_query_axis:
         out = out.squeeze(1) if own_out is None else own_out
         lse = None if lse is None else lse.squeeze(2)

@@ -107,6 +107,15 @@ def backward_plan(
     return module.plan(*arguments)
 
 
+def decode_plan(
+    module: ModuleType, problem: Problem, modifiers: Modifiers, *arguments: Any
+) -> list[Any]:
+    """The same of decode."""
+    if problem.windowed or problem.modifiers:
+        return module.plan_modified(modifiers, *arguments)
+    return module.plan(*arguments)
+
+
 def _sides(function: str, window: tuple[int, int]) -> tuple[int, int]:
     sides = tuple(window)
     if len(sides) != 2 or not all(type(side) is int and side >= -1 for side in sides):

@@ -27,7 +27,8 @@ PREFILL_SCHEMA = (
 DECODE_SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table,"
     " Tensor? k_scale, Tensor? v_scale, float? k_number, float? v_number, str kv_layout,"
-    " SymInt? max_seqlen_k, str lengths, str pages, float? softmax_scale, bool check"
+    " SymInt? max_seqlen_k, str lengths, str pages, Tensor? alibi_slopes, Tensor? sinks,"
+    " SymInt window_left, SymInt window_right, float softcap, float? softmax_scale, bool check"
 )
 MERGE_SCHEMA = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str layout"
 APPEND_SCHEMA = (
@@ -133,16 +134,20 @@ def decode_traced(
     scales: tuple[Scale | None, Scale | None],
     kv_layout: str,
     hints: tuple[int | None, str, str],
+    modified: tuple[Any, ...],
     softmax_scale: float | None,
     check: bool,
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """decode() of a graph that torch.compile makes."""
-    _refuse_traced_gradients("decode", q, k_cache, v_cache)
+    """decode() of a graph that torch.compile makes.
+
+    `modified` are slopes, sinks, both sides of the window and the softcap.
+    """
+    _refuse_traced_gradients("decode", q, k_cache, v_cache, *modified[:2])
     read = (q, k_cache, v_cache, cache_seqlens, block_table)
-    values = (*read, *_tensors_and_numbers(*scales), kv_layout, *hints, softmax_scale, check)
-    return _called("decode", values, out, return_lse)
+    numbers = (kv_layout, *hints, *modified, softmax_scale, check)
+    return _called("decode", (*read, *_tensors_and_numbers(*scales), *numbers), out, return_lse)
 
 
 def append_kv_traced(
@@ -201,7 +206,11 @@ def _kernels(
 
     def run_decode(q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, *rest: Any) -> Any:
         table, k_scale, v_scale, k_number, v_number, *others = rest
-        names = ("kv_layout", "max_seqlen_k", "lengths", "pages", "softmax_scale", "check", "out")
+        names = (
+            *("kv_layout", "max_seqlen_k", "lengths", "pages", "alibi_slopes", "sinks"),
+            *("left", "right", "softcap", "softmax_scale", "check", "out"),
+        )
+        given = dict(zip(names, others))
         return decode(
             q,
             k_cache,
@@ -211,7 +220,8 @@ def _kernels(
             k_scale=k_number if k_scale is None else k_scale,
             v_scale=v_number if v_scale is None else v_scale,
             return_lse=True,
-            **dict(zip(names, others)),
+            window=(given.pop("left"), given.pop("right")),
+            **given,
         )
 
     def run_append(*given: Any) -> None:

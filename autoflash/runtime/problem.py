@@ -160,8 +160,11 @@ class Problem:
 def reached_window(p: Problem) -> Problem:
     """The problem with every side of its window unbounded that reaches all keys of every query.
 
-    Such a window hides nothing, and kernels without one are faster.
+    Such a window hides nothing, and kernels without one are faster. Not in decode, where it costs
+    nothing and a cache may hold more keys in the next step.
     """
+    if p.op == "decode":
+        return p
     left = -1 if p.window_left >= p.seqlen_k - 1 else p.window_left
     right = -1 if p.window_right >= p.seqlen_q - 1 else p.window_right
     return replace(p, window_left=left, window_right=right)

@@ -95,8 +95,8 @@ def decode_unsupported(problem: Problem, gpu: Any) -> str | None:
     p = problem
     if p.op != "decode":
         return f"serves decode, not {p.op}"
-    if p.windowed or p.modifiers:
-        return f"{', '.join(['windows'] * p.windowed + [*p.modifiers])}: not served yet"
+    if p.bias:
+        return "bias is not served by decode yet"
     if p.head_dim_v != p.head_dim:
         return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
     if p.quantised and p.dtype == "fp32":

@@ -44,7 +44,14 @@ GOLDEN_VARIANTS = (
     Variant("decode", "decode", paged=True, quantised=True, token_scales=True),
     Variant("decode", "decode", paged=True, queries=True, quantised=True),
     Variant("decode", "decode", paged=True, queries=True, quantised=True, token_scales=True),
+    Variant("decode", "decode", modified=True),
+    Variant("decode", "decode", modified=True, paged=True, queries=True),
+    Variant(
+        *("decode", "decode"),
+        **dict.fromkeys(("modified", "paged", "queries", "quantised", "token_scales"), True),
+    ),
     Variant("decode_last", "decode"),
+    Variant("decode_last", "decode", modified=True, paged=True),
     Variant("decode_last", "decode", paged=True),
     Variant("decode_last", "decode", paged=True, queries=True, quantised=True, token_scales=True),
     Variant("backward", "backward"),
@@ -87,8 +94,9 @@ def problem_of(variant: Variant, **changes) -> Problem:
         "layout": "thd" if variant.varlen else "bshd",
         "kv_dtype": "fp8_e4m3" if variant.quantised else "",
         "kv_scales": "token" if variant.token_scales else "",
-        "window_left": 100 if variant.window else -1,
+        "window_left": 100 if variant.window or variant.modified else -1,
         **{modifier: getattr(variant, modifier) for modifier in MODIFIERS},
+        **dict.fromkeys(("softcap", "alibi", "sinks") if variant.modified else (), True),
     }
     return Problem(**{**fields, **changes})
 

@@ -87,6 +87,12 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
         {"kv_dtype": "int8", "kv_scales": "token", "page_size": 0, "dtype": "fp16"},
         {"kv_dtype": "fp8_e4m3", "head_dim": 256, "num_heads": 16, "num_kv_heads": 1},
         {"kv_dtype": "int8", "head_dim": 80, "num_heads": 14, "seqlen_q": 16},
+        {"window_left": 127, "sinks": True, "head_dim": 64, "num_heads": 16},
+        {"window_left": 1000, "softcap": True, "head_dim": 256, "num_heads": 4},
+        {"window_left": 63, "softcap": True, "alibi": True, "sinks": True, "seqlen_q": 4},
+        {"alibi": True, "sinks": True, "dtype": "fp32", "page_size": 0},
+        {"window_left": 65, "softcap": True, "sinks": True, "kv_dtype": "fp8_e4m3"},
+        {"alibi": True, "kv_dtype": "int8", "kv_scales": "token", "seqlen_q": 3},
     ],
     ids=str,
 )

@@ -44,7 +44,7 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
         if case["kv_dtype"] in QUANTISED:
             tensors[name], tensors[f"{name}_scale"] = quantised(tensors[name], case)
 
-    tensors = {"q": normal(batch, case["seqlen_q"], heads, head_dim)}
+    tensors = {"q": normal(batch, case["seqlen_q"], heads, head_dim), **modifiers(case, normal)}
     lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
     if case["lengths"] == "ragged":
         drawn = torch.rand(batch, device=device, generator=generator)
@@ -100,8 +100,8 @@ def quantised(values: torch.Tensor, case: dict) -> tuple[torch.Tensor, torch.Ten
 
 
 def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    window = (case["window_left"], case["window_right"])
     if case["op"] == "prefill":
-        window = (case["window_left"], case["window_right"])
         return module.prefill(**tensors, causal=case["causal"], window=window, return_lse=True)
     return module.decode(
         tensors["q"],
@@ -113,6 +113,10 @@ def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]
         lengths=case["lengths"],
         k_scale=tensors.get("k_scale"),
         v_scale=tensors.get("v_scale"),
+        window=window,
+        softcap=tensors.get("softcap", 0.0),
+        alibi_slopes=tensors.get("alibi_slopes"),
+        sinks=tensors.get("sinks"),
         return_lse=True,
     )
 

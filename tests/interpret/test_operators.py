@@ -101,6 +101,13 @@ def test_every_tensor_and_number_that_modifies_reaches_the_operator(module):
             return module.decode(q, k, v, lengths, softmax_scale=0.1, max_seqlen_k=40, **given)
 
         assert torch.equal(graphs_of(decode, q, k8, v8)[0], decode(q, k8, v8))
+    more = {"window": (9, 0), "alibi_slopes": slopes, "sinks": sinks, "softcap": 3.0}
+    calls = [
+        lambda *given, on=on: module.decode(*given, lengths, block_table=table, **on)
+        for on in ({}, more)
+    ]
+    plain, modified = (graphs_of(one, q, k, v)[0] for one in calls)
+    assert torch.equal(modified, calls[1](q, k, v)) and not torch.equal(modified, plain)
 
 
 def test_packed_sequences_and_merged_parts_are_one_graph(module):
@@ -189,7 +196,8 @@ def every_operator(module):
     yield operators.merge.default, parts
     q, k, v, lengths, table = decode_call()
     hints = (40, "ragged", "permuted")
-    plain = (q, k, v, lengths, table, None, None, None, None, "nhd", *hints, 0.25, True)
+    on = (torch.rand(q.shape[2]), torch.rand(q.shape[2]), 9, -1, 2.0)
+    plain = (q, k, v, lengths, table, None, None, None, None, "nhd", *hints, *on, 0.25, True)
     yield operators.decode.default, plain
     yield operators.decode.default, (q[:, 0], *plain[1:])
     yield operators.decode_out.default, (*plain, torch.empty_like(q))

@@ -19,6 +19,7 @@ PAGED = Problem("decode", "bf16", 3, 4, 2, 64, 1, 130, page_size=16, lengths="ra
 WINDOW = Problem("prefill", "bf16", 2, 4, 2, 64, 40, 70, window_left=9, bias=True, sinks=True)
 CAPPED = Problem("prefill", "fp16", 2, 4, 2, 64, 40, 70, causal=False, softcap=True, alibi=True)
 SCALED = {"kv_dtype": "fp8_e4m3", "kv_scales": "head"}
+SLIDING = Problem("decode", "bf16", 2, 4, 2, 64, 1, 130, window_left=40, alibi=True, sinks=True)
 QUANTISED = Problem("decode", "bf16", 3, 4, 2, 64, 2, 130, page_size=16, **SCALED)
 
 
@@ -50,8 +51,8 @@ def forbid_planning(module, monkeypatch):
 
 @pytest.mark.parametrize(
     "problem",
-    [PREFILL, PAGED, QUANTISED, WINDOW, CAPPED],
-    ids=["prefill", "decode", "quantised", "window", "capped"],
+    [PREFILL, PAGED, QUANTISED, WINDOW, CAPPED, SLIDING],
+    ids=["prefill", "decode", "quantised", "window", "capped", "sliding"],
 )
 def test_a_second_call_of_the_form_is_right_on_other_tensors_without_planning(
     module, problem, monkeypatch

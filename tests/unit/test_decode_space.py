@@ -52,6 +52,10 @@ problems = st.builds(
     page_size=st.sampled_from([0, 1, 3, 16, 480]),
     kv_layout=st.sampled_from(["nhd", "hnd"]),
     lengths=st.sampled_from(["equal", "ragged"]),
+    window_left=st.sampled_from([-1, 0, 127, 4095]),
+    softcap=st.booleans(),
+    alibi=st.booleans(),
+    sinks=st.booleans(),
 )
 any_gpu = st.builds(
     lambda gpu, smem_kib: replace(gpu, smem_per_block=smem_kib * KIB),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoflash.runtime.arguments import prefill_problem
+from autoflash.runtime.arguments import decode_problem, prefill_problem
 from autoflash.runtime.modifiers import Modifiers, modifiers_of
 from autoflash.runtime.problem import Problem, ProblemError
 
@@ -91,3 +91,38 @@ def test_plans_take_slopes_and_biases_with_a_stride_for_every_axis(shape):
     assert slopes is not None and slopes.stride() == (0, 1)
     causal = posed(True, window=(2, -1))
     assert modifiers_of(causal, Modifiers((2, -1))).window == (2, 0)
+
+
+def stepped(seqlen_q=1, **given) -> Problem:
+    """The problem of 2 sequences, 4 heads of 2 KV heads, and caches of 48 tokens."""
+    q, cache = torch.zeros(2, seqlen_q, 4, 32).half(), torch.zeros(2, 48, 2, 32).half()
+    lengths = torch.tensor([7, 48], dtype=torch.int32)
+    call = (None, "nhd", None, "ragged", "permuted", None, None)
+    return decode_problem(q, cache, cache, lengths, *call, Modifiers(**given))
+
+
+def test_what_a_step_is_given_is_a_switch_of_the_problem():
+    assert stepped().modifiers == () and not stepped().windowed
+    on = stepped(softcap=30.0, alibi_slopes=SLOPES, sinks=SINKS, window=(5, 0))
+    assert on.switches == ("window", "softcap", "alibi", "sinks")
+    assert stepped(window=(-1, 3)) == stepped()  # a step is causal: it has no keys to the right
+
+
+def test_a_window_of_a_step_is_kept_however_short_the_cache_is():
+    for right in (-1, 0, 3):
+        p = stepped(window=(47, right))
+        assert (p.window_left, p.window_right, p.causal) == (47, -1, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"window": (-2, 0)}, r"decode: window \(-2, 0\) is not"),
+        ({"softcap": -1.0}, "decode: softcap -1.0 is not from 0 upwards"),
+        ({"alibi_slopes": torch.zeros(2)}, r"decode: alibi_slopes is \(2,\), expected"),
+        ({"sinks": torch.zeros(2, 4)}, r"decode: sinks is \(2, 4\), expected \(4,\)"),
+    ],
+)
+def test_a_modifier_of_a_step_that_does_not_fit_is_refused(given, message):
+    with pytest.raises(ProblemError, match=message):
+        stepped(**given)
