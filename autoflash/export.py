@@ -206,7 +206,9 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
     """The kernels' texts, once each, and a table of integers a GPU and triton version."""
     used = {row.config.family for row in rows}
     # of each op the family whose default serves what no row does; a backward where one was tuned
-    names = _names(used | {"prefill", "decode"} | {FAMILIES[name].op for name in used})
+    names = _names(
+        used | {"prefill", "decode", "decode_latent"} | {FAMILIES[name].op for name in used}
+    )
     texts = {render(variant).name: render(variant).text for variant in names.values()}
     triton_of = {(w.gpu, w.decision.problem): w.toolchain.triton for w in winners}
     knobs = sorted({row.config.knobs for row in rows}, key=repr)

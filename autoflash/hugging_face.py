@@ -63,8 +63,6 @@ def import_config(path: Path, shapes: Shapes, tensor_parallel: int = 1) -> Impor
     """
     config = _Config(path)
     model_type = config.text("model_type")
-    if model_type in LATENT or "kv_lora_rank" in config:
-        raise config.mistake("kv_lora_rank", _latent(config))
     if model_type not in KNOWN:
         raise config.mistake(
             "model_type", f"{model_type} is not known; known are {', '.join(sorted(KNOWN))}"
@@ -74,20 +72,11 @@ def import_config(path: Path, shapes: Shapes, tensor_parallel: int = 1) -> Impor
     if dtype is None:
         dtype = "bf16"
         notices.append("it does not say its dtype: bf16 is taken")
-    longest = config.number("max_position_embeddings")
-    heads: dict[str, Any] = _heads(config, tensor_parallel)
-    try:
-        Problem(op="prefill", dtype=dtype, batch=1, seqlen_q=1, seqlen_k=1, **heads)
-    except ProblemError as error:
-        raise config.mistake("num_attention_heads, head_dim", str(error)) from None
-    model = {**heads, "dtype": dtype}
-    prefill, decode = [], []
-    for attention in _attentions(config, model_type):
-        prefill.append(_prefill(attention, shapes, longest))
-        decode.append(_decode(attention, shapes, longest))
+    told_by = _latent if model_type in LATENT else _plain
+    entries, notice = told_by(config, dtype, shapes, tensor_parallel)
+    notices += [notice] if notice else []
     name = path.parent.name if path.name == "config.json" else path.stem
-    told = {"name": name or model_type, "model": model, "prefill": prefill, "decode": decode}
-    return Imported(_written(told), tuple(notices))
+    return Imported(_written({"name": name or model_type, **entries}), tuple(notices))
 
 
 class _Config:
@@ -105,9 +94,6 @@ class _Config:
             raise WorkloadError(f"{path.name}: is no object of a model's config")
         inner = config.get("text_config")
         self._values: Mapping[str, Any] = config | inner if isinstance(inner, dict) else config
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
 
     def get(self, key: str) -> Any:
         return self._values.get(key)
@@ -128,6 +114,25 @@ class _Config:
 
     def mistake(self, key: str, reason: str) -> WorkloadError:
         return WorkloadError(f"{self._file}: {key}: {reason}")
+
+
+def _plain(
+    config: _Config, dtype: str, shapes: Shapes, tensor_parallel: int
+) -> tuple[dict[str, Any], str]:
+    """What a workload says of a model whose keys and values are of one width."""
+    longest = config.number("max_position_embeddings")
+    heads: dict[str, Any] = _heads(config, tensor_parallel)
+    try:
+        Problem(op="prefill", dtype=dtype, batch=1, seqlen_q=1, seqlen_k=1, **heads)
+    except ProblemError as error:
+        raise config.mistake("num_attention_heads, head_dim", str(error)) from None
+    attentions = _attentions(config, config.text("model_type"))
+    entries = {
+        "model": {**heads, "dtype": dtype},
+        "prefill": [_prefill(each, shapes, longest) for each in attentions],
+        "decode": [_decode(each, shapes, longest) for each in attentions],
+    }
+    return entries, ""
 
 
 def _heads(config: _Config, tensor_parallel: int) -> dict[str, int]:
@@ -214,14 +219,29 @@ def _reached(lengths: Sequence[int], longest: int) -> list[int]:
     return sorted({length for length in lengths if length <= longest} or {longest})
 
 
-def _latent(config: _Config) -> str:
-    """Why latent attention is not served, with its widths."""
+def _latent(
+    config: _Config, dtype: str, shapes: Shapes, tensor_parallel: int
+) -> tuple[dict[str, Any], str]:
+    """What decode reads of latent attention: one KV head that all GPUs have, keys and values."""
     rope, rank = config.number("qk_rope_head_dim"), config.number("kv_lora_rank")
     width, wide = config.number("qk_nope_head_dim") + rope, config.number("v_head_dim")
-    return (
-        f"latent attention is not served yet: decode reads keys {rank + rope} and values {rank} "
-        f"wide, prefill {width} and {wide}, and both must be equal and at most 256"
+    heads, layers = config.number("num_attention_heads"), config.number("num_hidden_layers")
+    if heads % tensor_parallel:
+        reason = f"{heads} heads cannot be dealt to {tensor_parallel} GPUs"
+        raise config.mistake("num_attention_heads", reason)
+    model: dict[str, Any] = {"num_heads": heads // tensor_parallel, "num_kv_heads": 1}
+    model["head_dim"] = rank + rope
+    try:
+        Problem("decode", dtype, 1, **model, head_dim_v=rank, seqlen_q=1, seqlen_k=1)
+    except ProblemError as error:
+        raise config.mistake("kv_lora_rank, qk_rope_head_dim", str(error)) from None
+    longest = config.number("max_position_embeddings")
+    entry = {"head_dim_v": rank, **_decode(Attention(layers), shapes, longest)}
+    notice = (
+        f"prefill of {layers} layers is not served yet: its keys are {width} and its values"
+        f" {wide} wide, and both must be equal"
     )
+    return {"model": {**model, "dtype": dtype}, "prefill": [], "decode": [entry]}, notice
 
 
 def _written(told: Mapping[str, Any]) -> str:

@@ -54,6 +54,10 @@ class Inputs:
     dout: torch.Tensor | None = None
     dlse: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.problem.latent:  # wherever k comes from
+            object.__setattr__(self, "v", self.k[..., : self.problem.head_dim_v])
+
     @property
     def modifiers(self) -> Modifiers:
         """As prefill() and decode() take them."""
@@ -254,7 +258,8 @@ def make_inputs(
         return stored, quantised(stored, p, generator, scale, largest * scale)
 
     # ranges that differ, so that scales that are mixed up show
-    (k, k_scale), (v, v_scale) = cache(p.head_dim, 4.0), cache(p.head_dim_v, 6.0)
+    k, k_scale = cache(p.head_dim, 4.0)
+    v, v_scale = (k, None) if p.latent else cache(p.head_dim_v, 6.0)
     cache_seqlens = valid.to(device=device, dtype=torch.int32)
     if poison:
         per_token = (k_scale, v_scale) if p.kv_scales == "token" else ()

@@ -138,6 +138,7 @@ def _few_decodes() -> list[Problem]:
         kind(page_size=16, seqlen_q=2),
         kind(32, 2, 1, page_size=16, kv_dtype="fp8_e4m3", kv_scales="head"),
         kind(32, 2, 1, kv_dtype="int8", kv_scales="token"),
+        kind(576, 5, 1, head_dim_v=512, page_size=16, seqlen_q=2),
         kind(page_size=16, window_left=16, sinks=True),
         kind(page_size=16, seqlen_q=3, window_left=16, softcap=True, alibi=True),
     ]
@@ -179,6 +180,12 @@ def _all_decodes() -> Iterator[Problem]:
         yield _like(plain, page_size=page_size, kv_layout="hnd")
     for page_size in PAGE_SIZES:
         yield _like(plain, page_size=page_size)
+    latent = _like(wide, head_dim=576, head_dim_v=512, num_heads=16, num_kv_heads=1)
+    for dtype, page_size, seqlen_q in product(("bf16", "fp16"), (0, 16, 64), (1, 2)):
+        fields = {"dtype": dtype, "page_size": page_size, "seqlen_q": seqlen_q}
+        yield _like(latent, head_dim_v=512, **fields)
+    yield _like(latent, head_dim_v=512, num_heads=128)
+    yield _like(latent, head_dim_v=512, window_left=16, softcap=True, alibi=True, sinks=True)
     on_off = (False, True)
     for seqlen_q, left, *on in product((1, 3), (-1, 16), on_off, on_off, on_off):
         fields = dict(zip(("softcap", "alibi", "sinks"), on, strict=True))

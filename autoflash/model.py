@@ -173,7 +173,7 @@ def _tile(config: Config) -> tuple[int, int]:
 
 def _tile_bytes(problem: Problem, config: Config) -> int:
     """Bytes of one tile of K and V."""
-    width = problem.head_dim + problem.head_dim_v
+    width = problem.head_dim + (0 if problem.latent else problem.head_dim_v)
     return int(config.as_dict().get("BLOCK_N", 64)) * width * problem.kv_dtype_bytes
 
 

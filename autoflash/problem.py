@@ -44,6 +44,16 @@ class Variant:
         return bool(self.modifiers) or self.varlen
 
     @property
+    def latent(self) -> bool:
+        """Whether values are channels of the keys."""
+        return self.family == "decode_latent"
+
+    @property
+    def has_swap(self) -> bool:
+        """Whether a decode text has the product with sides swapped beside the plain one."""
+        return not (self.quantised or self.latent)
+
+    @property
     def caps(self) -> bool:
         """Whether scores may be capped."""
         return self.softcap or self.modified
@@ -85,7 +95,7 @@ def title(problem: Problem) -> str:
     """The problem in one line for people; what is as usual is left out."""
     p = problem
     parts = [f"{p.op} {p.dtype}", f"batch {p.batch}", f"heads {p.num_heads}/{p.num_kv_heads}"]
-    parts.append(f"head_dim {p.head_dim}")
+    parts.append(f"head_dim {p.head_dim}" + f"/{p.head_dim_v}" * (p.head_dim_v != p.head_dim))
     if p.op != "decode":
         parts[0] += " causal" if p.causal else " full"
         parts.append(f"{p.seqlen_q} queries" if p.seqlen_q != p.seqlen_k else "")

@@ -63,7 +63,8 @@ def cache_bytes(problem: Problem) -> int:
     reach = p.seqlen_q + p.window_left if p.window_left >= 0 else p.seqlen_k
     keys = sum(min(each, reach) for each in live)
     scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
-    return keys * p.num_kv_heads * ((p.head_dim + p.head_dim_v) * p.kv_dtype_bytes + scales)
+    width = p.head_dim if p.latent else p.head_dim + p.head_dim_v
+    return keys * p.num_kv_heads * (width * p.kv_dtype_bytes + scales)
 
 
 def floor(problem: Problem, gpu: Gpu) -> Floor:

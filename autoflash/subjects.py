@@ -30,7 +30,7 @@ from autoflash.problem import Problem, Variant
 from autoflash.render import render
 from autoflash.runtime.launch import run_plan
 from autoflash.runtime.match import MATCH_EXACT_FIELDS
-from autoflash.runtime.problem import PAGES
+from autoflash.runtime.problem import LATENT_WIDTHS, PAGES
 
 
 class Subject(Protocol):
@@ -139,7 +139,7 @@ class Exported:
         return self._module.decode(
             inputs.q,
             inputs.k,
-            inputs.v,
+            None if p.latent else inputs.v,
             inputs.cache_seqlens,
             block_table=inputs.block_table,
             kv_layout=p.kv_layout,
@@ -182,7 +182,8 @@ def tuned_problems(module: ModuleType, gpu_name: str) -> list[Problem]:
 def _tuned_problem(key: tuple[Any, ...], sizes: Any) -> Problem:
     exact = dict(zip(MATCH_EXACT_FIELDS, key))
     group_size, _, _, windowed = key[len(exact) :]
-    kv_heads = 8 if sizes.kv_heads % 8 == 0 else 1
+    widths = exact["head_dim"], exact["head_dim_v"]
+    kv_heads = 8 if sizes.kv_heads % 8 == 0 and widths != LATENT_WIDTHS else 1
     sides = (sizes.keys_before, sizes.keys_after)
     left, right = (
         side if windowed and (side < sizes.seqlen_k or exact["op"] == "decode") else -1

@@ -174,6 +174,7 @@ def _inputs(problem: Problem, gpu: Gpu, device: str) -> list[Inputs]:
 def _refuse_what_adapters_lack(problem: Problem) -> None:
     lacking = [*(["windows"] if problem.windowed else []), *problem.modifiers]
     lacking += ["packed sequences"] if problem.varlen else []
+    lacking += ["latent attention"] if problem.latent else []
     if lacking:
         raise Unavailable(f"the adapters of peers pass no {' and no '.join(lacking)}")
 

@@ -58,6 +58,7 @@ def sample(
     varlen: bool = False,
     kv_scales: str = "",
     window: bool = False,
+    latent: bool = False,
     **switches: Any,
 ) -> Problem:
     """A small problem with these switches, for asking what does not depend on its shape.
@@ -70,7 +71,8 @@ def sample(
         batch=1,
         num_heads=1,
         num_kv_heads=1,
-        head_dim=64,
+        head_dim=576 if latent else 64,
+        head_dim_v=512 if latent else 64,
         seqlen_q=2 if queries else 1,
         seqlen_k=64,
         page_size=16 if paged else 0,
@@ -91,6 +93,7 @@ def samples(family: Family) -> list[Problem]:
         if switches["bias"] and (switches["alibi"] or switches["varlen"]):
             continue  # they exclude each other
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
+        every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
 

@@ -27,7 +27,7 @@ def decode(module: ModuleType, hints: Mapping[str, Any], inputs: list[Inputs]) -
             module.decode,
             one.q[:, 0] if one_token else one.q,
             one.k,
-            one.v,
+            None if one.problem.latent else one.v,
             one.cache_seqlens,
             block_table=one.block_table,
             kv_layout=one.problem.kv_layout,

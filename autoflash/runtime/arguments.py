@@ -9,7 +9,7 @@ import torch
 
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .packed import packed_fields, packed_layout
-from .problem import LAYOUTS, Problem, ProblemError, reached_window
+from .problem import LATENT_WIDTHS, LAYOUTS, Problem, ProblemError, reached_window
 from .scales import QUANTISED_ARGUMENTS, Scale, scales_granularity
 
 ARGUMENT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -75,7 +75,7 @@ def prefill_problem(
 def decode_problem(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     cache_seqlens: torch.Tensor,
     block_table: torch.Tensor | None,
     kv_layout: str,
@@ -91,6 +91,7 @@ def decode_problem(
     Without `max_seqlen_k` the cache's capacity stands for it. Raises ProblemError naming the
     argument that does not fit.
     """
+    v_cache = _values_of("decode", k_cache, v_cache)
     _check_tensors("decode", q, 4, QUANTISED_ARGUMENTS, k_cache=k_cache, v_cache=v_cache)
     check_rows_of_words("decode", k_cache, v_cache)
     if kv_layout not in ("nhd", "hnd"):
@@ -186,6 +187,20 @@ def check_cache_entries(
             f"decode: block_table[{row}, {column}] is {int(block_table[row, column])},"
             f" the cache has pages 0..{k_cache.shape[0] - 1}"
         )
+
+
+def _values_of(function: str, k_cache: torch.Tensor, v_cache: torch.Tensor | None) -> torch.Tensor:
+    """`v_cache`, or where it is not given, as of latent attention, what of the keys it is."""
+    width, values = LATENT_WIDTHS
+    latent = k_cache.shape[-1:] == (width,)
+    if latent and v_cache is not None:
+        raise ProblemError(
+            f"{function}: v_cache must be None with keys {width} wide:"
+            f" their first {values} channels are the values"
+        )
+    if v_cache is None and not latent:
+        raise ProblemError(f"{function}: v_cache is None, which is for keys {width} wide")
+    return k_cache[..., :values] if v_cache is None else v_cache
 
 
 def _check_tensors(

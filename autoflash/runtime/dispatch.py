@@ -173,7 +173,7 @@ def prefill(
 def decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     cache_seqlens: torch.Tensor,
     *,
     block_table: torch.Tensor | None = None,
@@ -210,7 +210,8 @@ def decode(
     head_dim. `cache_seqlens` counts the valid tokens, the queries' own included; slots and
     table entries past them may hold anything. `window`, `softcap`, `alibi_slopes` and `sinks` are
     as in prefill(); keys before the windows of all queries of a sequence are not read.
-    `max_seqlen_k` (no length is greater), `lengths`
+    Of latent attention k_cache has one head of 576 channels, whose first 512 are the values too:
+    v_cache is None, and `out` 512 wide. `max_seqlen_k` (no length is greater), `lengths`
     (equal, ragged) and `pages` (permuted, contiguous, shared by all sequences at the beginning)
     only help the choice. `lse` is fp32 (batch, num_heads, seqlen_q), (batch, num_heads) if q has no
     query axis. `check` looks at lengths and page ids, and waits for the device. Raises
@@ -228,7 +229,7 @@ def decode(
     key = (
         *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window),
         *(scale_number(k_scale), scale_number(v_scale)),
-        *(block_table is None, k_scale is None, v_scale is None, out is None),
+        *(v_cache is None, block_table is None, k_scale is None, v_scale is None, out is None),
         *(alibi_slopes is None, sinks is None),
     )
     repeat = None if check else repeated(key, given)
@@ -260,7 +261,7 @@ def decode(
         if each is not None
     ]
     out, lse = outputs_of(q, problem, out, return_lse)
-    caches = (cache_form(k_cache), cache_form(v_cache))
+    caches = (cache_form(k_cache), None if v_cache is None else cache_form(v_cache))
     tensors = (q, *caches, *scales, cache_seqlens, block_table, out, lse)
     if served is not None:
         remember_repeat(key, given, form, served)

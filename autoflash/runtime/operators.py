@@ -14,7 +14,7 @@ import torch
 
 from .installed import installed
 from .modifiers import Modifiers
-from .problem import ProblemError
+from .problem import LATENT_WIDTHS, ProblemError
 from .scales import Scale, scale_number
 from .training import prefill_gradients, refuse_slopes, training_of
 
@@ -25,7 +25,7 @@ PREFILL_SCHEMA = (
     " bool check, bool deterministic"
 )
 DECODE_SCHEMA = (
-    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table,"
+    "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor cache_seqlens, Tensor? block_table,"
     " Tensor? k_scale, Tensor? v_scale, float? k_number, float? v_number, str kv_layout,"
     " SymInt? max_seqlen_k, str lengths, str pages, Tensor? alibi_slopes, Tensor? sinks,"
     " SymInt window_left, SymInt window_right, float softcap, float? softmax_scale, bool check"
@@ -128,7 +128,7 @@ def prefill_traced(
 def decode_traced(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     cache_seqlens: torch.Tensor,
     block_table: torch.Tensor | None,
     scales: tuple[Scale | None, Scale | None],
@@ -305,8 +305,11 @@ def _prefill_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: A
     return out, q.new_empty(shape, dtype=torch.float32)
 
 
-def _decode_results(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: Any) -> Any:
+def _decode_results(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor | None, *_: Any
+) -> Any:
     """The same of decode."""
+    width = LATENT_WIDTHS[1] if v_cache is None else v_cache.shape[-1]
     shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else q.shape[:2]
-    out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], width))
     return out, q.new_empty(shape, dtype=torch.float32)

@@ -14,6 +14,7 @@ LENGTHS = ("equal", "ragged")
 PAGES = ("permuted", "contiguous", "shared")
 KV_SCALES = ("tensor", "head", "token")
 MODIFIERS = ("softcap", "alibi", "bias", "sinks")
+LATENT_WIDTHS = 576, 512  # of keys, and of values, which are the keys' first channels
 NONE = "none"  # the pages of a cache without any, the scales of one that is not quantised
 
 
@@ -40,6 +41,9 @@ class Problem:
     unbounded. Causal ends a window at p, and a window that ends there is causal: it is stored so,
     with `window_right` -1. `softcap`, `alibi`, `bias` and `sinks` say that there is such a thing;
     its values are arguments.
+
+    Decode of latent attention has one KV head of `head_dim` 576, whose first 512 channels, its
+    `head_dim_v`, are V too.
 
     An empty `kv_dtype` or `out_dtype` and a zero `head_dim_v` mean "as the query's"; `pages` is
     "permuted" and `kv_scales` "tensor" where they are empty. `decode` is causal by definition and
@@ -113,6 +117,11 @@ class Problem:
     def varlen(self) -> bool:
         """Whether sequences of any lengths stand one after the other, without an axis of theirs."""
         return self.layout == "thd"
+
+    @property
+    def latent(self) -> bool:
+        """Whether values are channels of the keys, in a cache that holds both once."""
+        return self.op == "decode" and (self.head_dim, self.head_dim_v) == LATENT_WIDTHS
 
     @property
     def windowed(self) -> bool:
@@ -205,8 +214,13 @@ def problem_error(p: Problem) -> str | None:
         return f"seqlen_k {p.seqlen_k} and page_size {p.page_size} must not be negative"
     if p.num_heads % p.num_kv_heads:
         return f"num_heads {p.num_heads} is not a multiple of num_kv_heads {p.num_kv_heads}"
-    if p.head_dim % 8 or not 16 <= p.head_dim <= 256:
-        return f"head_dim {p.head_dim} is not a multiple of 8 from 16 to 256"
+    if p.latent and p.num_kv_heads != 1:
+        return f"num_kv_heads {p.num_kv_heads}: latent attention has one"
+    if not p.latent and (p.head_dim % 8 or not 16 <= p.head_dim <= 256):
+        wide = (
+            "; decode has 576 with head_dim_v 512" if p.op == "decode" and p.head_dim > 256 else ""
+        )
+        return f"head_dim {p.head_dim} is not a multiple of 8 from 16 to 256{wide}"
     if p.op == "decode" and p.seqlen_q > 16:
         return f"seqlen_q {p.seqlen_q} is more than the 16 query tokens a decode step may have"
     return None

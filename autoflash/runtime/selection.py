@@ -34,6 +34,11 @@ from .hopper_validity import (
     prefill_hopper_refusal,
     prefill_hopper_unsupported,
 )
+from .latent_validity import (
+    decode_latent_default,
+    decode_latent_refusal,
+    decode_latent_unsupported,
+)
 from .launch import interpreted
 from .load import load_text
 from .match import MatchSizes, match_bucket, match_distance, match_key, match_sizes
@@ -45,6 +50,7 @@ SELECTION_REFUSALS = {
     "prefill_hopper": prefill_hopper_refusal,
     "decode": decode_refusal,
     "decode_last": decode_refusal,
+    "decode_latent": decode_latent_refusal,
     "backward": backward_refusal,
     "backward_single": backward_single_refusal,
     "backward_hopper": backward_hopper_refusal,
@@ -55,6 +61,7 @@ SELECTION_UNSUPPORTED = {
     "prefill_hopper": prefill_hopper_unsupported,
     "decode": decode_unsupported,
     "decode_last": decode_unsupported,
+    "decode_latent": decode_latent_unsupported,
     "backward": backward_unsupported,
     "backward_single": backward_single_unsupported,
     "backward_hopper": backward_hopper_unsupported,
@@ -65,6 +72,7 @@ SELECTION_DEFAULTS = {
     "prefill_hopper": prefill_hopper_default,
     "decode": decode_default,
     "decode_last": decode_last_default,
+    "decode_latent": decode_latent_default,
     "backward": backward_default,
     "backward_single": backward_single_default,
     "backward_hopper": backward_hopper_default,
@@ -76,6 +84,7 @@ SELECTION_COMPILED_ONLY = ("prefill_hopper", "backward_hopper", "backward_hopper
 SELECTION_FAMILIES = {
     "prefill": ("prefill_hopper", "prefill"),
     "decode": ("decode",),
+    "latent decode": ("decode_latent",),
     "backward": ("backward_hopper", "backward"),
 }
 
@@ -158,7 +167,7 @@ class Selector:
     def _default_family(self, problem: Problem, device: Device) -> str:
         """The first family that serves the problem on the device and whose text is here."""
         reason = None
-        for family in SELECTION_FAMILIES[problem.op]:
+        for family in SELECTION_FAMILIES["latent decode" if problem.latent else problem.op]:
             if not _runs_here(family):
                 continue
             reason = SELECTION_UNSUPPORTED[family](problem, device)

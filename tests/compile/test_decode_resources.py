@@ -1,16 +1,19 @@
 """The decode family's bound of shared memory, and the spills of its best configs, as compiled."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from autoflash import kernel
 from autoflash.config import Config
+from autoflash.families import decode_latent as latent
 from autoflash.families.decode import FAMILY
 from autoflash.gpu import KNOWN, Gpu, known
 from autoflash.inputs import make_inputs
 from autoflash.kernel import compile_candidate, new_outputs, plan_of
 from autoflash.problem import Problem
+from autoflash.runtime.latent_validity import decode_latent_smem_bytes
 from autoflash.runtime.launch import compile_plan
 from autoflash.runtime.validity import decode_refusal, decode_smem_bytes
 
@@ -19,7 +22,7 @@ NAMES = ("SCHEDULE", "SWAP", "BLOCK_N", "num_warps", "num_stages")
 
 
 def problem(
-    dtype: str, head_dim: int, num_heads: int = 8, seqlen_q: int = 1, **fields: str
+    dtype: str, head_dim: int, num_heads: int = 8, seqlen_q: int = 1, **fields: Any
 ) -> Problem:
     shape = (8, num_heads, 1, head_dim, seqlen_q, 512)
     return Problem("decode", dtype, *shape, page_size=16, **fields)
@@ -92,6 +95,31 @@ def test_the_bound_of_shared_memory_holds_for_quantised_caches(case: tuple) -> N
     scales = {"kv_dtype": kv_dtype, "kv_scales": kv_scales}
     p = problem(dtype, head_dim, seqlen_q=seqlen_q, **scales)
     check_bound(TARGETS[arch], p, config(arch, *values))
+
+
+# (arch, heads, knobs of decode_latent): what warps multiply alone, and whole warp groups
+LATENT = [
+    ("sm_80", 128, "group", 32, 32, 8, 2),
+    ("sm_86", 16, "split", 16, 32, 4, 2),
+    ("sm_90", 16, "group", 16, 16, 4, 2),
+    ("sm_90", 128, "split", 64, 64, 8, 2),
+    ("sm_90", 128, "split", 32, 64, 8, 2),
+    ("gfx942", 16, "split", 16, 16, 4, 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LATENT, ids=str)
+def test_the_bound_of_shared_memory_holds_for_latent_attention(case: tuple) -> None:
+    arch, num_heads, schedule, *tile = case
+    gpu, p = TARGETS[arch], problem("bf16", 576, num_heads, head_dim_v=512)
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    default = latent.FAMILY.default(p, gpu).as_dict()
+    knobs = {**default, **dict(zip(names, tile, strict=True)), "SCHEDULE": schedule}
+    compiled = compile_candidate(p, Config.of("decode_latent", knobs), gpu)
+    bound = decode_latent_smem_bytes(p, knobs, gpu)
+    assert compiled.smem_bytes <= bound < 2 * compiled.smem_bytes
+    assert (compiled.spill_bytes or 0) <= latent.FAMILY.max_spills
 
 
 def check_bound(gpu: Gpu, p: Problem, chosen: Config) -> None:

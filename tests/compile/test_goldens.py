@@ -54,6 +54,9 @@ GOLDEN_VARIANTS = (
     Variant("decode_last", "decode", modified=True, paged=True),
     Variant("decode_last", "decode", paged=True),
     Variant("decode_last", "decode", paged=True, queries=True, quantised=True, token_scales=True),
+    Variant("decode_latent", "decode", queries=True),
+    Variant("decode_latent", "decode", paged=True, queries=True),
+    Variant("decode_latent", "decode", modified=True, paged=True, queries=True),
     Variant("backward", "backward"),
     Variant("backward", "backward", causal=True),
     Variant("backward", "backward", window=True),
@@ -98,7 +101,8 @@ def problem_of(variant: Variant, **changes) -> Problem:
         **{modifier: getattr(variant, modifier) for modifier in MODIFIERS},
         **dict.fromkeys(("softcap", "alibi", "sinks") if variant.modified else (), True),
     }
-    return Problem(**{**fields, **changes})
+    latent = {"head_dim": 576, "head_dim_v": 512, "num_kv_heads": 1} if variant.latent else {}
+    return Problem(**{**fields, **latent, **changes})
 
 
 @pytest.mark.parametrize("variant", REVIEWED, ids=lambda variant: variant.name)

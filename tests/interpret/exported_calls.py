@@ -39,7 +39,12 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
             **modifiers(case, normal),
         }
 
+    latent = case["head_dim_v"] != head_dim  # values are channels of the keys
+
     def cache(name: str, *shape: int) -> None:
+        if name == "v" and latent:
+            tensors["v"] = tensors["k"][..., : case["head_dim_v"]]
+            return
         tensors[name] = normal(*shape)
         if case["kv_dtype"] in QUANTISED:
             tensors[name], tensors[f"{name}_scale"] = quantised(tensors[name], case)
@@ -106,7 +111,7 @@ def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]
     return module.decode(
         tensors["q"],
         tensors["k"],
-        tensors["v"],
+        tensors["v"] if case["head_dim_v"] == case["head_dim"] else None,
         tensors["cache_seqlens"],
         block_table=tensors.get("block_table"),
         max_seqlen_k=case["seqlen_k"],

@@ -121,6 +121,16 @@ def test_decode_names_the_argument_that_does_not_fit(changes, message):
         decode_problem(**decode_call(**changes))
 
 
+def test_values_of_latent_attention_are_channels_of_the_keys():
+    wide = {"q": torch.zeros(3, 1, 4, 576).half(), "k_cache": torch.zeros(9, 16, 1, 576).half()}
+    p = decode_problem(**decode_call(**wide, v_cache=None))
+    assert p.latent and (p.head_dim, p.head_dim_v, p.num_kv_heads) == (576, 512, 1)
+    with pytest.raises(ProblemError, match="v_cache must be None with keys 576 wide: their first"):
+        decode_problem(**decode_call(**wide, v_cache=wide["k_cache"][..., :512]))
+    with pytest.raises(ProblemError, match="v_cache is None, which is for keys 576 wide"):
+        decode_problem(**decode_call(v_cache=None))
+
+
 def test_an_argument_that_is_not_served_yet_is_refused_by_name():
     names = ("softcap", "window", "bias")
     refuse_arguments("prefill", names, (None, None, None))

@@ -10,10 +10,11 @@ from autoflash import gpu as gpus
 from autoflash.config import Config, grid
 from autoflash.families.decode import FAMILY
 from autoflash.families.decode_last import FAMILY as LAST
+from autoflash.families.decode_latent import FAMILY as LATENT
 from autoflash.families.family import space
 from autoflash.gpu import KIB, Gpu
 from autoflash.model import predicted_us
-from autoflash.problem import Problem
+from autoflash.problem import Problem, ProblemError
 from autoflash.records import Resources
 from autoflash.runtime.validity import decode_refusal
 
@@ -57,6 +58,18 @@ problems = st.builds(
     alibi=st.booleans(),
     sinks=st.booleans(),
 )
+latent_problems = st.builds(
+    lambda **fields: problem(num_kv_heads=1, head_dim=576, head_dim_v=512, **fields),
+    dtype=st.sampled_from(["bf16", "fp16"]),
+    num_heads=st.sampled_from([1, 8, 16, 128]),
+    batch=st.integers(1, 10_000),
+    seqlen_q=st.integers(1, 16),
+    seqlen_k=st.integers(0, 2**20),
+    page_size=st.sampled_from([0, 1, 64]),
+    lengths=st.sampled_from(["equal", "ragged"]),
+    window_left=st.sampled_from([-1, 127]),
+    softcap=st.booleans(),
+)
 any_gpu = st.builds(
     lambda gpu, smem_kib: replace(gpu, smem_per_block=smem_kib * KIB),
     st.sampled_from(sorted(gpus.KNOWN.values(), key=lambda gpu: gpu.name)),
@@ -97,6 +110,36 @@ def test_the_default_is_one_of_the_configs_that_the_search_may_try(
         default = family.default(any_problem, gpu).as_dict()
         assert default.keys() == values.keys()
         assert all(value in values[name] for name, value in default.items())
+
+
+@given(latent_problems, any_gpu)
+@settings(max_examples=25, deadline=None)
+def test_latent_attention_has_a_valid_default_and_candidates_on_every_gpu(
+    latent: Problem, gpu: Gpu
+) -> None:
+    default = LATENT.default(latent, gpu)
+    assert LATENT.unsupported(latent, gpu) is None
+    assert LATENT.refusal(latent, default, gpu) is None
+    assert all(default[knob.name] in knob.values for knob in LATENT.knobs)
+    reasons = [reason for _, reason in space(LATENT, latent, gpu)]
+    assert 1 <= reasons.count(None) <= 200
+    assert all(reason is None or len(reason.split()) >= 4 for reason in reasons)
+
+
+def test_only_latent_attention_is_served_by_its_family() -> None:
+    latent = problem(num_kv_heads=1, head_dim=576, head_dim_v=512)
+    assert FAMILY.unsupported(latent, H200) == "head_dim_v 512 is not head_dim 576"
+    assert LATENT.unsupported(problem(), H200) == (
+        "serves decode of latent attention, head_dim 576 and head_dim_v 512"
+    )
+    fp32 = LATENT.unsupported(replace(latent, dtype="fp32", kv_dtype="", out_dtype=""), H200)
+    assert fp32 == "dtype fp32 and kv_dtype fp32 are not one type of 16 bits"
+    for changes, reason in (
+        ({"num_kv_heads": 2}, "num_kv_heads 2: latent attention has one"),
+        ({"head_dim_v": 0}, "head_dim 576 is not a multiple of 8 from 16 to 256; decode has 576"),
+    ):
+        with pytest.raises(ProblemError, match=reason):
+            replace(latent, **changes)
 
 
 def test_pages_of_128_channels_have_a_few_dozen_candidates_on_the_h200() -> None:

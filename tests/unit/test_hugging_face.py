@@ -162,13 +162,19 @@ def test_gpt_oss_has_sinks(imported):
     assert notices == ()
 
 
-def test_latent_attention_is_refused_with_its_widths(imported):
-    with pytest.raises(WorkloadError) as told:
-        imported(DEEPSEEK)
-    assert str(told.value) == (
-        "config.json: kv_lora_rank: latent attention is not served yet: decode reads keys 576 and "
-        "values 512 wide, prefill 192 and 128, and both must be equal and at most 256"
-    )
+def test_latent_attention_is_decoded_from_one_head_that_every_gpu_has(imported):
+    for gpus, heads in ((1, 128), (8, 16)):
+        problems, notices = imported(DEEPSEEK, tensor_parallel=gpus)
+        assert {p.op for p, _ in problems} == {"decode"} and all(p.latent for p, _ in problems)
+        assert {(p.num_heads, p.num_kv_heads, w) for p, w in problems} == {(heads, 1, 32)}
+        assert notices == (
+            "prefill of 32 layers is not served yet: its keys are 192 and its values 128 wide,"
+            " and both must be equal",
+        )
+    with pytest.raises(WorkloadError, match="kv_lora_rank, qk_rope_head_dim: head_dim 320 is not"):
+        imported(DEEPSEEK | {"kv_lora_rank": 256})
+    with pytest.raises(WorkloadError, match="num_attention_heads: 128 heads cannot be dealt to 3"):
+        imported(DEEPSEEK, tensor_parallel=3)
 
 
 def test_heads_are_dealt_to_gpus_and_few_kv_heads_copied(imported):
