@@ -80,7 +80,7 @@ class Canaries:
 def tensors_of(inputs: Inputs) -> dict[str, torch.Tensor]:
     """The tensors of a call by name, those that there are."""
     names = ("q", "k", "v", "cache_seqlens", "block_table", "k_scale", "v_scale")
-    names += ("alibi_slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k")
+    names += ("page_positions", "alibi_slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k")
     names += ("out", "lse", "dout", "dlse")
     found = {name: getattr(inputs, name) for name in names}
     return {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -10,11 +10,14 @@ from autoflash.forward import forward
 from autoflash.problem import Problem
 from autoflash.quantised import QUANTISED_DTYPES, dequantised, quantised, spoil
 from autoflash.runtime.modifiers import Modifiers
+from autoflash.runtime.problem import CHOSEN
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_TORCH_DTYPES = {**TORCH_DTYPES, **QUANTISED_DTYPES}
 SOFTCAP = 2.0  # low enough that random scores feel it
 Lengths = Sequence[int | tuple[int, int]]  # tokens of sequences, or (queries, keys) of packed ones
+CHOSEN_OF = 4  # times as long as what is read of it is a sequence whose pages are chosen
+NOWHERE = 2**40  # past the end of every sequence
 POISON_PAGE = 2**30  # an id that must never be dereferenced
 
 
@@ -27,7 +30,8 @@ class Inputs:
     `block_table` (batch, max_pages) int32 when paged. The scales of quantised caches are fp32, of
     (batch, num_kv_heads), or per token of a cache's shape without head_dim. `softcap` 0.0 is off;
     `alibi_slopes` are fp32 (batch, num_heads), `bias` broadcasts to (batch, num_heads, seqlen_q,
-    seqlen_k), `sinks` are (num_heads,).
+    seqlen_k), `sinks` are (num_heads,). Of chosen pages `page_positions` (batch, max_pages) int32
+    tells which of its sequence's pages each entry of the table is, -1 none.
     Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
     head_dim), and cu_seqlens_q and cu_seqlens_k (batch + 1,) int32 say where each begins.
 
@@ -47,6 +51,7 @@ class Inputs:
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    page_positions: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
     out: torch.Tensor | None = None
@@ -63,6 +68,8 @@ class Inputs:
         """As prefill() and decode() take them."""
         p = self.problem
         given = Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
+        if p.op == "decode":
+            return given._replace(page_positions=self.page_positions)
         if not p.varlen:
             return given
         return given._replace(
@@ -116,15 +123,38 @@ class Inputs:
         if self.block_table is None:
             return tokens_first[b, :keys].transpose(0, 1)
         pages = -(-keys // self.problem.page_size)
-        ids = self.block_table[b, :pages].long()
-        return tokens_first[ids].flatten(0, 1)[:keys].transpose(0, 1)
+        if self.page_positions is None:
+            ids = self.block_table[b, :pages].long()
+            return tokens_first[ids].flatten(0, 1)[:keys].transpose(0, 1)
+        places, ids = self._chosen_pages(b, pages)
+        whole = tokens_first.new_zeros(pages, *tokens_first.shape[1:])
+        whole[places] = tokens_first[ids]
+        return whole.flatten(0, 1)[:keys].transpose(0, 1)
+
+    def _chosen_pages(self, b: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of the first pages of sequence `b` are read, and where they lie in the cache."""
+        assert self.block_table is not None and self.page_positions is not None
+        places = self.page_positions[b].long()
+        chosen = (places >= 0) & (places < pages)
+        return places[chosen], self.block_table[b].long()[chosen]
+
+    def chosen(self, b: int, keys: int) -> torch.Tensor:
+        """(keys,) booleans: whether each key of sequence `b` is in a page that is read."""
+        size = self.problem.page_size
+        read = torch.zeros(-(-keys // size), dtype=torch.bool, device=self.q.device)
+        read[self._chosen_pages(b, len(read))[0]] = True
+        return read.repeat_interleave(size)[:keys]
 
 
 def sequence_lengths(problem: Problem, seed: int = 0) -> list[int]:
     """The valid tokens of each sequence: all `seqlen_k`, or ragged in [seqlen_k / 8, seqlen_k].
 
     The first ragged sequence is the longest, so that a table's width is the same for every seed.
+    Where `seqlen_k` keys in chosen pages are read, sequences are CHOSEN_OF times as long.
     """
+    if problem.pages == CHOSEN:
+        read = sequence_lengths(replace(problem, pages=""), seed)
+        return [CHOSEN_OF * keys for keys in read]
     if problem.lengths == "equal":
         return [problem.seqlen_k] * problem.batch
     generator = torch.Generator().manual_seed(seed)
@@ -237,13 +267,16 @@ def make_inputs(
         return completed(Inputs(p, q, k, v, **_modifiers(p, normal, device)))
     q = normal(p.batch, p.seqlen_q, p.num_heads, p.head_dim)
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))
-    block_table = None
+    block_table, places = None, None
     if p.paged:
-        width = max(1, -(-max(p.seqlen_k, int(valid.max())) // p.page_size))
+        longest = p.seqlen_k if p.pages == CHOSEN else max(p.seqlen_k, int(valid.max()))
+        width = max(1, -(-longest // p.page_size))
         if meta:
             block_table = torch.empty(p.batch, width, dtype=torch.int32, device=device)
+            places = torch.empty_like(block_table)
         else:
             block_table = _page_ids(p, width, seed).to(device=device, dtype=torch.int32)
+            places = _page_places(p, width, valid.tolist(), seed).to(device)
         slots = (p.batch * width, p.page_size)
     else:
         slots = (p.batch, max(1, p.seqlen_k))
@@ -266,13 +299,12 @@ def make_inputs(
         for tensor_ in (k, v, *per_token):
             assert tensor_ is not None
             tokens_first = tensor_.transpose(1, 2) if p.kv_layout == "hnd" else tensor_
-            spoil(tokens_first, _dead_slots(tokens_first, cache_seqlens, block_table))
-        if block_table is not None:
-            used = -(-cache_seqlens // p.page_size)
-            columns = torch.arange(block_table.shape[1], device=device)
-            block_table = block_table.masked_fill(columns[None] >= used[:, None], POISON_PAGE)
+            spoil(tokens_first, _dead_slots(tokens_first, cache_seqlens, block_table, places))
+        if block_table is not None and places is not None:
+            used = -(-cache_seqlens // p.page_size)[:, None]
+            block_table = block_table.masked_fill((places >= used) | (places < 0), POISON_PAGE)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    on = _modifiers(p, normal, device)
+    on = {"page_positions": places if p.pages == CHOSEN else None, **_modifiers(p, normal, device)}
     return Inputs(p, q, k, v, cache_seqlens, block_table, **scales, **on)
 
 
@@ -310,15 +342,37 @@ def _page_ids(problem: Problem, width: int, seed: int) -> torch.Tensor:
     return ids
 
 
+def _page_places(problem: Problem, width: int, lengths: Sequence[int], seed: int) -> torch.Tensor:
+    """Which page of its sequence each entry of the table is, (batch, width) int32; -1 none.
+
+    Of chosen pages half of a sequence's or `width`, in any order, its last one always.
+    """
+    if problem.pages != CHOSEN:
+        return torch.arange(width, dtype=torch.int32).expand(problem.batch, width)
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.full((problem.batch, width), -1, dtype=torch.int32)
+    for b, keys in enumerate(lengths):
+        pages = -(-keys // problem.page_size)
+        count = min(width, -(-pages // 2))
+        if count:
+            others = torch.randperm(pages - 1, generator=generator)[: count - 1]
+            columns = torch.randperm(width, generator=generator)[:count]
+            places[b, columns] = torch.tensor([*others.tolist(), pages - 1], dtype=torch.int32)
+    return places
+
+
 def _dead_slots(
-    cache: torch.Tensor, cache_seqlens: torch.Tensor, block_table: torch.Tensor | None
+    cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    places: torch.Tensor | None,
 ) -> torch.Tensor:
     """Which slots of `cache` (pages or batch, tokens, ...) lie past every length."""
     tokens = torch.arange(cache.shape[1], device=cache.device)
-    if block_table is None:
+    if block_table is None or places is None:
         return tokens[None] >= cache_seqlens[:, None]
-    first = torch.arange(block_table.shape[1], device=cache.device) * cache.shape[1]
-    position = first[None, :, None] + tokens[None, None]  # (1, columns, tokens)
+    first = torch.where(places < 0, NOWHERE, places.long() * cache.shape[1])
+    position = first[:, :, None] + tokens[None, None]  # (batch, columns, tokens)
     slot = block_table.long()[:, :, None] * cache.shape[1] + tokens
     dead = torch.ones(cache.shape[:2], dtype=torch.bool, device=cache.device)
     dead.view(-1)[slot[position < cache_seqlens[:, None, None]]] = False

@@ -139,6 +139,7 @@ def _few_decodes() -> list[Problem]:
         kind(32, 2, 1, page_size=16, kv_dtype="fp8_e4m3", kv_scales="head"),
         kind(32, 2, 1, kv_dtype="int8", kv_scales="token"),
         kind(576, 5, 1, head_dim_v=512, page_size=16, seqlen_q=2),
+        kind(page_size=16, pages="chosen"),
         kind(page_size=16, window_left=16, sinks=True),
         kind(page_size=16, seqlen_q=3, window_left=16, softcap=True, alibi=True),
     ]
@@ -180,6 +181,10 @@ def _all_decodes() -> Iterator[Problem]:
         yield _like(plain, page_size=page_size, kv_layout="hnd")
     for page_size in PAGE_SIZES:
         yield _like(plain, page_size=page_size)
+    for page_size, seqlen_q in product((1, 16, 64), (1, 3)):
+        sizes = {"page_size": page_size, "seqlen_q": seqlen_q, "pages": "chosen"}
+        yield _like(wide, **sizes)
+        yield _like(wide, **sizes, window_left=16, alibi=True, sinks=True)
     latent = _like(wide, head_dim=576, head_dim_v=512, num_heads=16, num_kv_heads=1)
     for dtype, page_size, seqlen_q in product(("bf16", "fp16"), (0, 16, 64), (1, 2)):
         fields = {"dtype": dtype, "page_size": page_size, "seqlen_q": seqlen_q}
@@ -339,7 +344,8 @@ def _decode_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[
     if kind.windowed:
         for left in (0, t) if small else (0, 1, t - 1, t, t + 1):
             yield case("visible keys are counted", *edges, window_left=left)
-        yield case("keys before all windows change no bit", 2 * t + 9, 1, t + 1)
+        if kind.pages != "chosen":  # whose table the probe does not read
+            yield case("keys before all windows change no bit", 2 * t + 9, 1, t + 1)
     yield case("rows without keys", 0, 40, kind.seqlen_q - 1)
     yield case("a scale of its own", t + 9)
     if kind.softcap:

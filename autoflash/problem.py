@@ -54,6 +54,11 @@ class Variant:
         return not (self.quantised or self.latent)
 
     @property
+    def chooses(self) -> bool:
+        """Whether a block table may hold some of a sequence's pages alone."""
+        return self.modified and self.paged
+
+    @property
     def caps(self) -> bool:
         """Whether scores may be capped."""
         return self.softcap or self.modified

@@ -122,7 +122,10 @@ def _rows(
     scores = product(q[:, rows], k.transpose(1, 2)) * scale
     modifiers = modifiers_of(problem, inputs.modifiers)
     scores = changed_scores(modifiers, b, heads, rows, queries, k.shape[1], scores)
-    scores = scores.masked_fill(~visible(problem, rows, k.shape[1], queries), float("-inf"))
+    seen = visible(problem, rows, k.shape[1], queries)
+    if inputs.page_positions is not None:
+        seen &= inputs.chosen(b, k.shape[1])
+    scores = scores.masked_fill(~seen, float("-inf"))
     if inputs.sinks is not None:  # a key that all see and whose v is 0
         sink = inputs.sinks[heads, None, None].to(scores.dtype)
         scores = torch.cat([scores, sink.expand(-1, len(rows), 1)], dim=2)

@@ -1,11 +1,11 @@
 """The roofline: flops, bytes and the least time a problem can take on a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoflash.gpu import Gpu
 from autoflash.inputs import packed_lengths, sequence_lengths, shared_tokens
 from autoflash.problem import Problem
-from autoflash.runtime.problem import DTYPE_BYTES
+from autoflash.runtime.problem import CHOSEN, DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,12 @@ def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
     """The queries and the keys of each sequence."""
     if problem.varlen:
         return packed_lengths(problem)
-    return [problem.seqlen_q] * problem.batch, sequence_lengths(problem)
+    return [problem.seqlen_q] * problem.batch, sequence_lengths(_read(problem))
+
+
+def _read(problem: Problem) -> Problem:
+    """The problem of sequences that are as long as what of them is read."""
+    return replace(problem, pages="") if problem.pages == CHOSEN else problem
 
 
 def _clamped_sum(first: int, count: int, top: int) -> int:
@@ -57,7 +62,7 @@ def _clamped_sum(first: int, count: int, top: int) -> int:
 
 def cache_bytes(problem: Problem) -> int:
     """Bytes of K and V, scales of tokens included, that the sequences' queries see."""
-    p = problem
+    p = _read(problem)
     first, *others = sequence_lengths(p)
     live = (first, *(max(0, keys - shared_tokens(p)) for keys in others))  # each once
     reach = p.seqlen_q + p.window_left if p.window_left >= 0 else p.seqlen_k

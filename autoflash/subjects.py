@@ -30,7 +30,7 @@ from autoflash.problem import Problem, Variant
 from autoflash.render import render
 from autoflash.runtime.launch import run_plan
 from autoflash.runtime.match import MATCH_EXACT_FIELDS
-from autoflash.runtime.problem import LATENT_WIDTHS, PAGES
+from autoflash.runtime.problem import CHOSEN, LATENT_WIDTHS, PAGES
 
 
 class Subject(Protocol):
@@ -119,13 +119,14 @@ class Exported:
 
     def _prefill(self, inputs: Inputs, keywords: dict[str, Any]) -> Any:
         p = inputs.problem
+        given = inputs.modifiers._replace(window=(p.window_left, p.window_right))._asdict()
         return self._module.prefill(
             inputs.q,
             inputs.k,
             inputs.v,
             causal=p.causal,
             layout=p.layout,
-            **inputs.modifiers._replace(window=(p.window_left, p.window_right))._asdict(),
+            **{n: v for n, v in given.items() if n != "page_positions"},
             **keywords,
         )
 
@@ -133,9 +134,10 @@ class Exported:
         p, scales = inputs.problem, {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
         if p.kv_scales == "tensor":  # of which the inputs have one for each head
             scales = {n: None if s is None else s[0, :1].clone() for n, s in scales.items()}
-        paged = {"pages": p.pages} if p.paged else {}
+        paged = {"pages": p.pages} if p.paged and p.pages != CHOSEN else {}
         on = inputs.modifiers
         modified = {"softcap": on.softcap, "alibi_slopes": on.alibi_slopes, "sinks": on.sinks}
+        modified |= {"page_positions": on.page_positions}
         return self._module.decode(
             inputs.q,
             inputs.k,

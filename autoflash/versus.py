@@ -17,6 +17,7 @@ from autoflash.inputs import Inputs, Lengths, make_inputs, packed_lengths, seque
 from autoflash.peers.contender import Contender, Maker, Unavailable, told
 from autoflash.problem import Problem
 from autoflash.roofline import cache_bytes, floor, visible_pairs
+from autoflash.runtime.problem import CHOSEN
 from autoflash.turns import Call, Times, buffer_sets
 
 OURS = "autoflash"
@@ -174,6 +175,7 @@ def _inputs(problem: Problem, gpu: Gpu, device: str) -> list[Inputs]:
 def _refuse_what_adapters_lack(problem: Problem) -> None:
     lacking = [*(["windows"] if problem.windowed else []), *problem.modifiers]
     lacking += ["packed sequences"] if problem.varlen else []
+    lacking += ["chosen pages"] if problem.pages == CHOSEN else []
     lacking += ["latent attention"] if problem.latent else []
     if lacking:
         raise Unavailable(f"the adapters of peers pass no {' and no '.join(lacking)}")

@@ -138,7 +138,9 @@ class DecodeEntry(Model):
     page_size: OneOrMany[NotNegative] = Field(default=[0])
     kv_layout: OneOrMany[Literal["nhd", "hnd"]] = Field(default=["nhd"])
     lengths: OneOrMany[Literal["equal", "ragged"]] = Field(default=["equal"])
-    pages: OneOrMany[Literal["permuted", "contiguous", "shared"]] = Field(default_factory=list)
+    pages: OneOrMany[Literal["permuted", "contiguous", "shared", "chosen"]] = Field(
+        default_factory=list
+    )
     head_dim_v: OneOrMany[Positive] = Field(default_factory=list)
     kv_dtype: OneOrMany[KvDtype] = Field(default_factory=list)
     kv_scales: OneOrMany[Literal["tensor", "head", "token"]] = Field(default_factory=list)

@@ -88,7 +88,7 @@ def decode_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
         operators = getattr(torch.ops, module.operator_namespace())
         read = (one.q[:, 0], one.k, one.v, one.cache_seqlens, one.block_table)
         hints = (one.problem.seqlen_k, "ragged", "permuted")
-        off = (None, None, -1, -1, 0.0)  # slopes, sinks, window, softcap
+        off = (None, None, None, -1, -1, 0.0)  # slopes, sinks, positions, window, softcap
         values = (*read, None, None, None, None, "nhd", *hints, *off, None, False)
         return functools.partial(operators.decode.default, *values)
 

@@ -9,7 +9,7 @@ from autoflash.families.family import Family
 from autoflash.gpu import Gpu
 from autoflash.problem import Problem, Variant
 from autoflash.runtime.defaults import decode_default, decode_programs_per_sm
-from autoflash.runtime.problem import MODIFIERS
+from autoflash.runtime.problem import CHOSEN, MODIFIERS
 from autoflash.runtime.validity import (
     decode_block_d,
     decode_is_wide,
@@ -62,7 +62,7 @@ def variant(problem: Problem) -> Variant:
 def decode_variant(family: str, problem: Problem) -> Variant:
     """One text has all modifiers: what a call has not is None, of which no trace is compiled."""
     switches = dict.fromkeys(problem.switches, True)
-    modified = [switches.pop(name) for name in ("window", *MODIFIERS) if name in switches]
+    modified = [switches.pop(name) for name in ("window", *MODIFIERS, CHOSEN) if name in switches]
     return Variant(family, "decode", **switches, modified=bool(modified))
 
 

@@ -1,14 +1,14 @@
 """Family: the record each kernel family fills in, the candidates and the texts it spans."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from autoflash.config import Config, Knob, grid
 from autoflash.gpu import DEFAULT_TARGET, Gpu, known
 from autoflash.problem import Problem, Variant
-from autoflash.runtime.problem import MODIFIERS
+from autoflash.runtime.problem import CHOSEN, MODIFIERS
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def samples(family: Family) -> list[Problem]:
             continue  # they exclude each other
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
         every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []
+    every += [replace(each, pages=CHOSEN) for each in every if each.op == "decode" and each.paged]
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
 

@@ -8,6 +8,7 @@ from typing import Any
 from autoflash.inputs import Inputs
 from autoflash.peers.contender import Contender
 from autoflash.problem import Problem
+from autoflash.runtime.problem import CHOSEN
 
 
 def prefill(module: ModuleType, inputs: list[Inputs]) -> Contender:
@@ -44,7 +45,8 @@ def decode(module: ModuleType, hints: Mapping[str, Any], inputs: list[Inputs]) -
 def hints_of(problem: Problem) -> dict[str, Any]:
     """What a host that makes the call knows of its lengths and pages."""
     told: dict[str, Any] = {"max_seqlen_k": problem.seqlen_k, "lengths": problem.lengths}
-    return told | ({"pages": problem.pages} if problem.paged else {})
+    hinted = problem.paged and problem.pages != CHOSEN
+    return told | ({"pages": problem.pages} if hinted else {})
 
 
 def _beside_the_plain(one: Inputs) -> dict[str, Any]:
@@ -56,5 +58,7 @@ def _beside_the_plain(one: Inputs) -> dict[str, Any]:
     if p.varlen:
         given |= {"cu_seqlens_q": one.cu_seqlens_q, "cu_seqlens_k": one.cu_seqlens_k}
         given |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
+    if one.page_positions is not None:
+        given["page_positions"] = one.page_positions
     names = {"softcap": p.softcap, "alibi_slopes": p.alibi, "bias": p.bias, "sinks": p.sinks}
     return given | {name: getattr(one, name) for name, on in names.items() if on}

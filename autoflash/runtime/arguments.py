@@ -9,7 +9,7 @@ import torch
 
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .packed import packed_fields, packed_layout
-from .problem import LATENT_WIDTHS, LAYOUTS, Problem, ProblemError, reached_window
+from .problem import CHOSEN, LATENT_WIDTHS, LAYOUTS, Problem, ProblemError, reached_window
 from .scales import QUANTISED_ARGUMENTS, Scale, scales_granularity
 
 ARGUMENT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -112,6 +112,12 @@ def decode_problem(
             raise ProblemError("decode: block_table rows must be contiguous")
         page_size = k_cache.shape[tokens]
         capacity = columns * page_size
+    positions = modifiers.page_positions
+    if positions is not None:
+        pages, max_seqlen_k = CHOSEN, None  # a sequence may be longer than what is read of it
+        _check_positions("decode", positions, block_table)
+    elif pages == CHOSEN:
+        raise ProblemError(f"decode: pages {CHOSEN!r} is for calls with page_positions")
     if max_seqlen_k is not None and not 0 <= max_seqlen_k <= capacity:
         raise ProblemError(
             f"decode: max_seqlen_k {max_seqlen_k} is not from 0 to the cache's capacity {capacity}"
@@ -169,17 +175,19 @@ def check_cache_entries(
     k_cache: torch.Tensor,
     cache_seqlens: torch.Tensor,
     block_table: torch.Tensor | None,
+    page_positions: torch.Tensor | None = None,
 ) -> None:
     """Raise ProblemError for a length or a used page id out of range. Waits for the device."""
     longest, shortest = int(cache_seqlens.max()), int(cache_seqlens.min())
-    if shortest < 0 or longest > problem.seqlen_k:
+    if shortest < 0 or (longest > problem.seqlen_k and page_positions is None):
         wrong = shortest if shortest < 0 else longest
         raise ProblemError(f"decode: cache_seqlens holds {wrong}, not in 0..{problem.seqlen_k}")
     if block_table is None:
         return
     used_pages = (cache_seqlens + problem.page_size - 1) // problem.page_size
     columns = torch.arange(block_table.shape[1], device=block_table.device)
-    used = columns[None, :] < used_pages[:, None]
+    places = columns[None, :] if page_positions is None else page_positions
+    used = (places >= 0) & (places < used_pages[:, None])
     bad = used & ((block_table < 0) | (block_table >= k_cache.shape[0]))
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
@@ -187,6 +195,16 @@ def check_cache_entries(
             f"decode: block_table[{row}, {column}] is {int(block_table[row, column])},"
             f" the cache has pages 0..{k_cache.shape[0] - 1}"
         )
+
+
+def _check_positions(
+    function: str, positions: torch.Tensor, block_table: torch.Tensor | None
+) -> None:
+    if block_table is None:
+        raise ProblemError(f"{function}: page_positions is for a cache in pages, of a block_table")
+    check_index(function, "page_positions", positions, block_table.device, tuple(block_table.shape))
+    if positions.shape[1] > 0 and positions.stride(1) != 1:
+        raise ProblemError(f"{function}: page_positions rows must be contiguous")
 
 
 def _values_of(function: str, k_cache: torch.Tensor, v_cache: torch.Tensor | None) -> torch.Tensor:

@@ -44,9 +44,7 @@ PREFILL_OTHERS = (  # not served yet
     *("cache_seqlens", "block_table", "kv_layout", "q_scale", "k_scale", "v_scale"),
     *("dropout_p", "rng", "batch_invariant"),
 )
-DECODE_OTHERS = (
-    *("bias", "document_ids", "prefix_lens", "mask", "page_positions", "batch_invariant"),
-)
+DECODE_OTHERS = (*("bias", "document_ids", "prefix_lens", "mask", "batch_invariant"),)
 
 
 def prefill(
@@ -210,27 +208,30 @@ def decode(
     head_dim. `cache_seqlens` counts the valid tokens, the queries' own included; slots and
     table entries past them may hold anything. `window`, `softcap`, `alibi_slopes` and `sinks` are
     as in prefill(); keys before the windows of all queries of a sequence are not read.
-    Of latent attention k_cache has one head of 576 channels, whose first 512 are the values too:
-    v_cache is None, and `out` 512 wide. `max_seqlen_k` (no length is greater), `lengths`
+    With `page_positions`, whole numbers as the `block_table`, some pages of each sequence are read:
+    each entry tells which page of its sequence, counted from 0, stands there in the table, a
+    negative one that none does; no page may stand there twice. Of latent attention k_cache has one
+    head of 576 channels, whose first 512 are the values too: v_cache is None, and `out` 512 wide.
+    `max_seqlen_k` (no length is greater), `lengths`
     (equal, ragged) and `pages` (permuted, contiguous, shared by all sequences at the beginning)
     only help the choice. `lse` is fp32 (batch, num_heads, seqlen_q), (batch, num_heads) if q has no
     query axis. `check` looks at lengths and page ids, and waits for the device. Raises
     ProblemError naming an argument that does not fit or is not served yet.
     """
-    others = (bias, document_ids, prefix_lens, mask, page_positions, batch_invariant or None)
+    others = (bias, document_ids, prefix_lens, mask, batch_invariant or None)
     refuse_arguments("decode", DECODE_OTHERS, others)
     hints = (max_seqlen_k, lengths, pages)
     if torch.compiler.is_compiling():
         read = (q, k_cache, v_cache, cache_seqlens, block_table, (k_scale, v_scale), kv_layout)
-        modified = (alibi_slopes, sinks, *window, softcap)
+        modified = (alibi_slopes, sinks, page_positions, *window, softcap)
         return decode_traced(*read, hints, modified, softmax_scale, check, out, return_lse)
-    on = (alibi_slopes, sinks)
+    on = (alibi_slopes, sinks, page_positions)
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on)
     key = (
         *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window),
         *(scale_number(k_scale), scale_number(v_scale)),
         *(v_cache is None, block_table is None, k_scale is None, v_scale is None, out is None),
-        *(alibi_slopes is None, sinks is None),
+        *(alibi_slopes is None, sinks is None, page_positions is None),
     )
     repeat = None if check else repeated(key, given)
     if repeat is not None:
@@ -241,7 +242,7 @@ def decode(
             return (result, lse) if lse is not None else result
     form = (key, *map(form_of, given))
     served = served_before(form)
-    modifiers = Modifiers(window, softcap, alibi_slopes, None, sinks)
+    modifiers = Modifiers(window, softcap, alibi_slopes, sinks=sinks, page_positions=page_positions)
     # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
     add_query_axis, own_out = served is None and q.dim() == 3, out
     if add_query_axis:
@@ -254,7 +255,7 @@ def decode(
         if out is not None:
             check_output("decode", out, q, problem.head_dim_v)
     if check:
-        check_cache_entries(problem, k_cache, cache_seqlens, block_table)
+        check_cache_entries(problem, k_cache, cache_seqlens, block_table, page_positions)
     scales = [
         scale_form(each, problem.kv_scales, problem.batch, problem.num_kv_heads)
         for each in (k_scale, v_scale)
@@ -273,7 +274,8 @@ def decode(
         rest = (scale, kv_layout, problem.seqlen_k, device.num_sms, tally.choice.knobs)
         first = (tally.choice.module, problem, modifiers)
         make_plan = partial(decode_plan, *first, *tensors, *rest)
-        launch_first(form, tally, (*tensors, modifiers.alibi_slopes, modifiers.sinks), make_plan)
+        on = (modifiers.alibi_slopes, sinks, page_positions)
+        launch_first(form, tally, (*tensors, *on), make_plan)
     if add_query_axis:
         out = out.squeeze(1) if own_out is None else own_out
         lse = None if lse is None else lse.squeeze(2)

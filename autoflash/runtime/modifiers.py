@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .problem import Problem, ProblemError
+from .problem import CHOSEN, Problem, ProblemError
 
 BIAS_STEP_LIMIT = 2**23  # elements: within a tile of 128 by 128 offsets are of 32 bits
 MODIFIER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,6 +25,7 @@ class Modifiers(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    page_positions: torch.Tensor | None = None  # of decode
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -111,7 +112,7 @@ def decode_plan(
     module: ModuleType, problem: Problem, modifiers: Modifiers, *arguments: Any
 ) -> list[Any]:
     """The same of decode."""
-    if problem.windowed or problem.modifiers:
+    if problem.windowed or problem.modifiers or problem.pages == CHOSEN:
         return module.plan_modified(modifiers, *arguments)
     return module.plan(*arguments)
 

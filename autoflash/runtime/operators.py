@@ -28,7 +28,8 @@ DECODE_SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor cache_seqlens, Tensor? block_table,"
     " Tensor? k_scale, Tensor? v_scale, float? k_number, float? v_number, str kv_layout,"
     " SymInt? max_seqlen_k, str lengths, str pages, Tensor? alibi_slopes, Tensor? sinks,"
-    " SymInt window_left, SymInt window_right, float softcap, float? softmax_scale, bool check"
+    " Tensor? page_positions, SymInt window_left, SymInt window_right, float softcap,"
+    " float? softmax_scale, bool check"
 )
 MERGE_SCHEMA = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str layout"
 APPEND_SCHEMA = (
@@ -142,7 +143,7 @@ def decode_traced(
 ) -> Any:
     """decode() of a graph that torch.compile makes.
 
-    `modified` are slopes, sinks, both sides of the window and the softcap.
+    `modified` are slopes, sinks, positions of pages, both sides of the window and the softcap.
     """
     _refuse_traced_gradients("decode", q, k_cache, v_cache, *modified[:2])
     read = (q, k_cache, v_cache, cache_seqlens, block_table)
@@ -208,7 +209,7 @@ def _kernels(
         table, k_scale, v_scale, k_number, v_number, *others = rest
         names = (
             *("kv_layout", "max_seqlen_k", "lengths", "pages", "alibi_slopes", "sinks"),
-            *("left", "right", "softcap", "softmax_scale", "check", "out"),
+            *("page_positions", "left", "right", "softcap", "softmax_scale", "check", "out"),
         )
         given = dict(zip(names, others))
         return decode(

@@ -11,7 +11,8 @@ KV_DTYPE_BYTES = {**DTYPE_BYTES, **QUANTISED_BYTES}
 LAYOUTS = ("bshd", "bhsd", "thd")  # thd: sequences packed one after the other
 KV_LAYOUTS = ("nhd", "hnd")
 LENGTHS = ("equal", "ragged")
-PAGES = ("permuted", "contiguous", "shared")
+CHOSEN = "chosen"
+PAGES = ("permuted", "contiguous", "shared", CHOSEN)
 KV_SCALES = ("tensor", "head", "token")
 MODIFIERS = ("softcap", "alibi", "bias", "sinks")
 LATENT_WIDTHS = 576, 512  # of keys, and of values, which are the keys' first channels
@@ -31,7 +32,8 @@ class Problem:
     `seqlen_k` is the longest sequence of the batch; with `lengths` "ragged" the others lie between
     an eighth of it and it. `pages` says where a sequence's pages lie: anywhere ("permuted"), one
     after the other ("contiguous"), or anywhere but the first half of `seqlen_k` ("shared"), which
-    all sequences have in common. `kv_scales` says what one scale of a quantised cache is for: all
+    all sequences have in common; or that `seqlen_k` keys in some pages of longer sequences are read
+    ("chosen"). `kv_scales` says what one scale of a quantised cache is for: all
     of K ("tensor"), a KV head, or a KV head of one token ("token"); V has its own.
 
     With the layout "thd" (prefill) `seqlen_q` and `seqlen_k` are those of the longest sequences and
@@ -151,6 +153,7 @@ class Problem:
             **dict.fromkeys(self.modifiers, True),
             "varlen": self.varlen,
             "paged": self.paged,
+            CHOSEN: self.pages == CHOSEN,
             "queries": self.op == "decode" and self.seqlen_q > 1,
             "quantised": self.quantised,
             "token_scales": self.kv_scales == "token",

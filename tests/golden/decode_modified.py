@@ -87,15 +87,17 @@ def soft_capped(
 # What follows is None where it is off, and then costs nothing:
 #
 #   reach          how many of a sequence's last keys its queries see at most, by a sliding window
+#   visited        how many slots the chosen pages of a sequence have, page_positions which of its
+#                  pages they are, (batch, max_pages); of no page negative
 #   softcap_log2   the softcap in base 2
 #   alibi_slopes   (batch, num_heads) fp32, any strides
 #   sinks          (num_heads,)
 
 
 @triton.jit
-def first_key_seen(seqlen_k, reach):
+def first_key_seen(seqlen_k, reach, visited):
     # tiles before it are skipped: they are in no part
-    if reach is None:
+    if reach is None or visited is not None:
         return 0
     else:
         return tl.maximum(seqlen_k - reach, 0)
@@ -264,10 +266,11 @@ def attend_swapped(
 
 
 @triton.jit
-def count_tiles(seqlen_k, reach, BLOCK_N: tl.constexpr):
+def count_tiles(seqlen_k, reach, visited, BLOCK_N: tl.constexpr):
     # an empty sequence has one tile, all dead: somebody must write its zeros
-    end = tl.maximum((seqlen_k + BLOCK_N - 1) // BLOCK_N, 1)
-    return end - first_key_seen(seqlen_k, reach) // BLOCK_N
+    slots = seqlen_k if visited is None else visited
+    end = tl.maximum((slots + BLOCK_N - 1) // BLOCK_N, 1)
+    return end - first_key_seen(seqlen_k, reach, visited) // BLOCK_N
 
 
 @triton.jit
@@ -277,6 +280,7 @@ def batch_tiles(
     batch,
     num_splits,
     reach,
+    visited,
     BLOCK_N: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
 ):
@@ -284,7 +288,7 @@ def batch_tiles(
     sequences = tl.arange(0, BATCH_BLOCK)
     inside = sequences < batch
     seqlens = tl.load(cache_seqlens + sequences * stride_lb, mask=inside, other=0).to(tl.int32)
-    tiles = tl.where(inside, count_tiles(seqlens, reach, BLOCK_N), 0)
+    tiles = tl.where(inside, count_tiles(seqlens, reach, visited, BLOCK_N), 0)
     total = tl.sum(tiles, 0)
     return tiles, total, (total + num_splits - 1) // num_splits
 
@@ -367,12 +371,14 @@ def store_partial(
         "max_pages",
         "table_width",
         "reach",
+        "visited",
         "stride_ab",
         "stride_ah",
     ]
 )
 def decode(
     reach,
+    visited,
     softcap_log2,
     alibi_slopes,
     stride_ab,
@@ -425,7 +431,7 @@ def decode(
         split = program // head_blocks
         head_block = program % head_blocks  # neighbours read the same pages
         tiles, total, share = batch_tiles(
-            cache_seqlens, stride_lb, batch, num_splits, reach, BLOCK_N, BATCH_BLOCK
+            cache_seqlens, stride_lb, batch, num_splits, reach, visited, BLOCK_N, BATCH_BLOCK
         )
         position = split * share
         end = tl.minimum(position + share, total)
@@ -446,7 +452,7 @@ def decode(
 
     while position < end:
         seqlen_k = tl.load(cache_seqlens + sequence.to(tl.int64) * stride_lb).to(tl.int32)
-        sequence_tiles = count_tiles(seqlen_k, reach, BLOCK_N)
+        sequence_tiles = count_tiles(seqlen_k, reach, visited, BLOCK_N)
         if SCHEDULE == "group":
             tile_start = position - sequence_start
             tile_end = tl.minimum(sequence_tiles, tile_start + end - position)
@@ -462,7 +468,7 @@ def decode(
             parts = (sequence_tiles + run - 1) // run
 
         if tile_start < tile_end:
-            skipped = first_key_seen(seqlen_k, reach) // BLOCK_N
+            skipped = first_key_seen(seqlen_k, reach, visited) // BLOCK_N
             slopes_log2 = None
             if alibi_slopes is not None:
                 slopes_log2 = row_slopes(
@@ -566,9 +572,10 @@ def decode(
             position += 1
 
 
-@triton.jit(do_not_specialize=["reach", "batch", "num_heads", "num_splits"])
+@triton.jit(do_not_specialize=["reach", "visited", "batch", "num_heads", "num_splits"])
 def combine(
     reach,
+    visited,
     sinks,
     out,
     lse,
@@ -596,10 +603,10 @@ def combine(
     sequence = program // num_heads
     head = program % num_heads
     seqlen_k = tl.load(cache_seqlens + sequence.to(tl.int64) * stride_lb).to(tl.int32)
-    sequence_tiles = count_tiles(seqlen_k, reach, BLOCK_N)
+    sequence_tiles = count_tiles(seqlen_k, reach, visited, BLOCK_N)
     if SCHEDULE == "group":
         tiles, _, share = batch_tiles(
-            cache_seqlens, stride_lb, batch, num_splits, reach, BLOCK_N, BATCH_BLOCK
+            cache_seqlens, stride_lb, batch, num_splits, reach, visited, BLOCK_N, BATCH_BLOCK
         )
         sequence_start = tiles_before(tiles, sequence, BATCH_BLOCK)
         first = sequence_start // share
@@ -779,15 +786,19 @@ def plan_modified(
     """The launches of kernels that take `modifiers` beside what plan() is given.
 
     Of `modifiers` are read `window` (left, right), whose left is -1 where it is unbounded,
-    `softcap`, 0.0 off, `alibi_slopes` (batch, num_heads) of any strides and `sinks` (num_heads,),
-    None off.
+    `softcap`, 0.0 off, `alibi_slopes` (batch, num_heads) of any strides, `sinks` (num_heads,) and
+    `page_positions`, which of its sequence's pages each entry of the block table is, None off.
     """
     slopes, sinks, reach = modifiers.alibi_slopes, modifiers.sinks, None
+    positions, visited = modifiers.page_positions, None
+    if positions is not None:
+        visited = max_seqlen_k = positions.shape[1] * k_cache.shape[1 if kv_layout == "nhd" else 2]
     if modifiers.window[0] >= 0:
         reach = min(modifiers.window[0] + q.shape[1], 2**31 - 1)
         # of the tiles that so many keys touch, which may begin and end inside of one
         block_n = knobs["BLOCK_N"]
-        max_seqlen_k = min(max_seqlen_k, (triton.cdiv(reach - 1, block_n) + 1) * block_n)
+        touched = (triton.cdiv(reach - 1, block_n) + 1) * block_n
+        max_seqlen_k = min(max_seqlen_k, touched) if visited is None else visited
     plain = plan(
         q,
         k_cache,
@@ -805,6 +816,7 @@ def plan_modified(
     )
     own = (
         reach,
+        visited,
         modifiers.softcap * 1.4426950408889634 or None,  # log2(e)
         slopes,
         *((None, None) if slopes is None else slopes.stride()),
@@ -812,7 +824,7 @@ def plan_modified(
     )
     (kernel, grid, arguments, options), *rest = plain
     combined = [
-        (combine, rows, (reach, sinks, *others), combine_options)
+        (combine, rows, (reach, visited, sinks, *others), combine_options)
         for _, rows, others, combine_options in rest
     ]
     return [(kernel, grid, (*own, *arguments), options), *combined]

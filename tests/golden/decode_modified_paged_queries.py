@@ -119,18 +119,34 @@ def soft_capped(
 # What follows is None where it is off, and then costs nothing:
 #
 #   reach          how many of a sequence's last keys its queries see at most, by a sliding window
+#   visited        how many slots the chosen pages of a sequence have, page_positions which of its
+#                  pages they are, (batch, max_pages); of no page negative
 #   softcap_log2   the softcap in base 2
 #   alibi_slopes   (batch, num_heads) fp32, any strides
 #   sinks          (num_heads,)
 
 
 @triton.jit
-def first_key_seen(seqlen_k, reach):
+def first_key_seen(seqlen_k, reach, visited):
     # tiles before it are skipped: they are in no part
-    if reach is None:
+    if reach is None or visited is not None:
         return 0
     else:
         return tl.maximum(seqlen_k - reach, 0)
+
+
+@triton.jit
+def chosen_keys(
+    positions,
+    slots,
+    max_pages,
+    PAGE_SIZE: tl.constexpr,
+):
+    # Where in the sequence the keys of these slots stand; past its end what is in no page of it.
+    inside = (positions >= 0) & (positions < 2147483647 // PAGE_SIZE)
+    inside &= slots < max_pages * PAGE_SIZE
+    keys = positions * PAGE_SIZE + slots % PAGE_SIZE
+    return tl.where(inside, keys, 2147483647).to(tl.int32)
 
 
 @triton.jit
@@ -209,6 +225,7 @@ def attend(
     last_keys,
     window_left,
     reach,
+    positions_row,
     softcap_log2,
     slopes_log2,
     tile_start,
@@ -228,8 +245,14 @@ def attend(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     page_ids = load_page_ids(table_row, tile_start, max_pages, BLOCK_N, PAGE_SIZE)
+    positions = None
+    if positions_row is not None:
+        positions = load_page_ids(positions_row, tile_start, max_pages, BLOCK_N, PAGE_SIZE)
     for tile in tl.range(tile_start, tile_end):
         keys = tile * BLOCK_N + offs_n
+        if positions_row is not None:
+            keys = chosen_keys(positions, keys, max_pages, PAGE_SIZE)
+            positions = load_page_ids(positions_row, tile + 1, max_pages, BLOCK_N, PAGE_SIZE)
         live = live_keys(keys, seqlen_k, reach)
         k_offsets = key_offsets(page_ids, keys, stride_kb, stride_ks, PAGE_SIZE)
         if SAME_STRIDES:
@@ -274,6 +297,7 @@ def attend_swapped(
     last_keys,
     window_left,
     reach,
+    positions_row,
     softcap_log2,
     slopes_log2,
     tile_start,
@@ -294,8 +318,14 @@ def attend_swapped(
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # added up across keys once, at the end
     acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
     page_ids = load_page_ids(table_row, tile_start, max_pages, BLOCK_N, PAGE_SIZE)
+    positions = None
+    if positions_row is not None:
+        positions = load_page_ids(positions_row, tile_start, max_pages, BLOCK_N, PAGE_SIZE)
     for tile in tl.range(tile_start, tile_end):
         keys = tile * BLOCK_N + offs_n
+        if positions_row is not None:
+            keys = chosen_keys(positions, keys, max_pages, PAGE_SIZE)
+            positions = load_page_ids(positions_row, tile + 1, max_pages, BLOCK_N, PAGE_SIZE)
         live = live_keys(keys, seqlen_k, reach)
         k_offsets = key_offsets(page_ids, keys, stride_kb, stride_ks, PAGE_SIZE)
         if SAME_STRIDES:
@@ -326,10 +356,11 @@ def attend_swapped(
 
 
 @triton.jit
-def count_tiles(seqlen_k, reach, BLOCK_N: tl.constexpr):
+def count_tiles(seqlen_k, reach, visited, BLOCK_N: tl.constexpr):
     # an empty sequence has one tile, all dead: somebody must write its zeros
-    end = tl.maximum((seqlen_k + BLOCK_N - 1) // BLOCK_N, 1)
-    return end - first_key_seen(seqlen_k, reach) // BLOCK_N
+    slots = seqlen_k if visited is None else visited
+    end = tl.maximum((slots + BLOCK_N - 1) // BLOCK_N, 1)
+    return end - first_key_seen(seqlen_k, reach, visited) // BLOCK_N
 
 
 @triton.jit
@@ -339,6 +370,7 @@ def batch_tiles(
     batch,
     num_splits,
     reach,
+    visited,
     BLOCK_N: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
 ):
@@ -346,7 +378,7 @@ def batch_tiles(
     sequences = tl.arange(0, BATCH_BLOCK)
     inside = sequences < batch
     seqlens = tl.load(cache_seqlens + sequences * stride_lb, mask=inside, other=0).to(tl.int32)
-    tiles = tl.where(inside, count_tiles(seqlens, reach, BLOCK_N), 0)
+    tiles = tl.where(inside, count_tiles(seqlens, reach, visited, BLOCK_N), 0)
     total = tl.sum(tiles, 0)
     return tiles, total, (total + num_splits - 1) // num_splits
 
@@ -436,12 +468,17 @@ def store_partial(
         "table_width",
         "seqlen_q",
         "reach",
+        "visited",
+        "positions_width",
         "stride_ab",
         "stride_ah",
     ]
 )
 def decode(
     reach,
+    visited,
+    page_positions,
+    positions_width,
     softcap_log2,
     alibi_slopes,
     stride_ab,
@@ -501,7 +538,7 @@ def decode(
         split = program // head_blocks
         head_block = program % head_blocks  # neighbours read the same pages
         tiles, total, share = batch_tiles(
-            cache_seqlens, stride_lb, batch, num_splits, reach, BLOCK_N, BATCH_BLOCK
+            cache_seqlens, stride_lb, batch, num_splits, reach, visited, BLOCK_N, BATCH_BLOCK
         )
         position = split * share
         end = tl.minimum(position + share, total)
@@ -524,7 +561,7 @@ def decode(
 
     while position < end:
         seqlen_k = tl.load(cache_seqlens + sequence.to(tl.int64) * stride_lb).to(tl.int32)
-        sequence_tiles = count_tiles(seqlen_k, reach, BLOCK_N)
+        sequence_tiles = count_tiles(seqlen_k, reach, visited, BLOCK_N)
         if SCHEDULE == "group":
             tile_start = position - sequence_start
             tile_end = tl.minimum(sequence_tiles, tile_start + end - position)
@@ -540,7 +577,7 @@ def decode(
             parts = (sequence_tiles + run - 1) // run
 
         if tile_start < tile_end:
-            skipped = first_key_seen(seqlen_k, reach) // BLOCK_N
+            skipped = first_key_seen(seqlen_k, reach, visited) // BLOCK_N
             slopes_log2 = None
             if alibi_slopes is not None:
                 slopes_log2 = row_slopes(
@@ -553,6 +590,9 @@ def decode(
             k_head = k_cache + kv_head.to(tl.int64) * stride_kh
             v_head = v_cache + kv_head.to(tl.int64) * stride_vh
             table_row = block_table + sequence.to(tl.int64) * table_width
+            positions_row = None
+            if page_positions is not None:
+                positions_row = page_positions + sequence.to(tl.int64) * positions_width
             if SWAP:
                 q_columns = tl.load(
                     q_row + q_heads[None, :] + offs_d[:, None],
@@ -573,6 +613,7 @@ def decode(
                     last_keys,
                     window_left,
                     reach,
+                    positions_row,
                     softcap_log2,
                     slopes_log2,
                     tile_start + skipped,
@@ -605,6 +646,7 @@ def decode(
                     last_keys,
                     window_left,
                     reach,
+                    positions_row,
                     softcap_log2,
                     slopes_log2,
                     tile_start + skipped,
@@ -664,9 +706,10 @@ def decode(
             position += 1
 
 
-@triton.jit(do_not_specialize=["reach", "batch", "num_heads", "num_splits", "seqlen_q"])
+@triton.jit(do_not_specialize=["reach", "visited", "batch", "num_heads", "num_splits", "seqlen_q"])
 def combine(
     reach,
+    visited,
     sinks,
     out,
     lse,
@@ -699,10 +742,10 @@ def combine(
     query = row // num_heads
     head = row % num_heads
     seqlen_k = tl.load(cache_seqlens + sequence.to(tl.int64) * stride_lb).to(tl.int32)
-    sequence_tiles = count_tiles(seqlen_k, reach, BLOCK_N)
+    sequence_tiles = count_tiles(seqlen_k, reach, visited, BLOCK_N)
     if SCHEDULE == "group":
         tiles, _, share = batch_tiles(
-            cache_seqlens, stride_lb, batch, num_splits, reach, BLOCK_N, BATCH_BLOCK
+            cache_seqlens, stride_lb, batch, num_splits, reach, visited, BLOCK_N, BATCH_BLOCK
         )
         sequence_start = tiles_before(tiles, sequence, BATCH_BLOCK)
         first = sequence_start // share
@@ -893,15 +936,19 @@ def plan_modified(
     """The launches of kernels that take `modifiers` beside what plan() is given.
 
     Of `modifiers` are read `window` (left, right), whose left is -1 where it is unbounded,
-    `softcap`, 0.0 off, `alibi_slopes` (batch, num_heads) of any strides and `sinks` (num_heads,),
-    None off.
+    `softcap`, 0.0 off, `alibi_slopes` (batch, num_heads) of any strides, `sinks` (num_heads,) and
+    `page_positions`, which of its sequence's pages each entry of the block table is, None off.
     """
     slopes, sinks, reach = modifiers.alibi_slopes, modifiers.sinks, None
+    positions, visited = modifiers.page_positions, None
+    if positions is not None:
+        visited = max_seqlen_k = positions.shape[1] * k_cache.shape[1 if kv_layout == "nhd" else 2]
     if modifiers.window[0] >= 0:
         reach = min(modifiers.window[0] + q.shape[1], 2**31 - 1)
         # of the tiles that so many keys touch, which may begin and end inside of one
         block_n = knobs["BLOCK_N"]
-        max_seqlen_k = min(max_seqlen_k, (triton.cdiv(reach - 1, block_n) + 1) * block_n)
+        touched = (triton.cdiv(reach - 1, block_n) + 1) * block_n
+        max_seqlen_k = min(max_seqlen_k, touched) if visited is None else visited
     plain = plan(
         q,
         k_cache,
@@ -919,6 +966,9 @@ def plan_modified(
     )
     own = (
         reach,
+        visited,
+        positions,
+        None if positions is None else positions.stride(0),
         modifiers.softcap * 1.4426950408889634 or None,  # log2(e)
         slopes,
         *((None, None) if slopes is None else slopes.stride()),
@@ -926,7 +976,7 @@ def plan_modified(
     )
     (kernel, grid, arguments, options), *rest = plain
     combined = [
-        (combine, rows, (reach, sinks, *others), combine_options)
+        (combine, rows, (reach, visited, sinks, *others), combine_options)
         for _, rows, others, combine_options in rest
     ]
     return [(kernel, grid, (*own, *arguments), options), *combined]

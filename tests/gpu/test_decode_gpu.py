@@ -91,6 +91,8 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
         {"window_left": 1000, "softcap": True, "head_dim": 256, "num_heads": 4},
         {"window_left": 63, "softcap": True, "alibi": True, "sinks": True, "seqlen_q": 4},
         {"alibi": True, "sinks": True, "dtype": "fp32", "page_size": 0},
+        {"pages": "chosen"},
+        {"pages": "chosen", "page_size": 64, "window_left": 900, "alibi": True, "seqlen_q": 3},
         {"window_left": 65, "softcap": True, "sinks": True, "kv_dtype": "fp8_e4m3"},
         {"alibi": True, "kv_dtype": "int8", "kv_scales": "token", "seqlen_q": 3},
     ],

@@ -71,6 +71,10 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
     used = -(-lengths // page_size)
     dead = torch.arange(columns, device=device)[None] >= used[:, None]
     tensors["block_table"] = ids.view(batch, columns).masked_fill(dead, 2**30)
+    if case["pages"] == "chosen":  # some of four times as many
+        places = torch.rand(batch, 4 * columns, device=device, generator=generator).argsort()
+        tensors["page_positions"] = places[:, :columns].int()
+        tensors["cache_seqlens"] = lengths * 0 + 4 * columns * page_size - 3
     return tensors
 
 
@@ -122,6 +126,7 @@ def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]
         softcap=tensors.get("softcap", 0.0),
         alibi_slopes=tensors.get("alibi_slopes"),
         sinks=tensors.get("sinks"),
+        page_positions=tensors.get("page_positions"),
         return_lse=True,
     )
 

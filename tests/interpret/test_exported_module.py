@@ -29,6 +29,7 @@ PROBLEMS = [
     Problem("decode", "bf16", 2, 4, 2, 64, 1, 70, page_size=3, kv_dtype="int8", kv_scales="token"),
     Problem("decode", "bf16", 3, 4, 1, 64, 1, 130, page_size=16, window_left=40, sinks=True),
     Problem("decode", "bf16", 2, 16, 1, 576, 1, 130, head_dim_v=512, page_size=16),
+    Problem("decode", "bf16", 2, 4, 2, 64, 1, 64, page_size=16, pages="chosen", alibi=True),
     Problem("decode", "fp16", 2, 4, 2, 64, 3, 90, softcap=True, alibi=True, lengths="ragged"),
 ]
 

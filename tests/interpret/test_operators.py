@@ -196,7 +196,7 @@ def every_operator(module):
     yield operators.merge.default, parts
     q, k, v, lengths, table = decode_call()
     hints = (40, "ragged", "permuted")
-    on = (torch.rand(q.shape[2]), torch.rand(q.shape[2]), 9, -1, 2.0)
+    on = (torch.rand(q.shape[2]), torch.rand(q.shape[2]), None, 9, -1, 2.0)
     plain = (q, k, v, lengths, table, None, None, None, None, "nhd", *hints, *on, 0.25, True)
     yield operators.decode.default, plain
     yield operators.decode.default, (q[:, 0], *plain[1:])

@@ -13,6 +13,7 @@ from autoflash.runtime.arguments import (
 )
 from autoflash.runtime.dispatch import DECODE_OTHERS, PREFILL_OTHERS, decode, prefill
 from autoflash.runtime.match import MATCH_RULES
+from autoflash.runtime.modifiers import Modifiers
 from autoflash.runtime.problem import Problem, ProblemError
 
 
@@ -119,6 +120,40 @@ def test_inputs_that_require_grad_are_refused_while_there_is_no_backward():
 def test_decode_names_the_argument_that_does_not_fit(changes, message):
     with pytest.raises(ProblemError, match=message):
         decode_problem(**decode_call(**changes))
+
+
+def test_positions_of_pages_make_them_chosen_ones_of_longer_sequences():
+    def posed(positions, **changes):
+        modifiers = Modifiers(page_positions=positions)
+        return decode_problem(**decode_call(**changes), modifiers=modifiers)
+
+    positions = torch.zeros(3, 3, dtype=torch.int32)
+    p = posed(positions, max_seqlen_k=1_000_000)
+    assert (p.pages, p.seqlen_k, p.switches) == ("chosen", 48, ("paged", "chosen"))
+    for given, changes, message in (
+        (positions[:2], {}, r"page_positions is \(2, 3\), expected \(3, 3\)"),
+        (positions.float(), {}, "page_positions is torch.float32, not int32 or int64"),
+        (positions.T, {}, "page_positions rows must be contiguous"),
+        (None, {"pages": "chosen"}, "pages 'chosen' is for calls with page_positions"),
+    ):
+        with pytest.raises(ProblemError, match=message):
+            posed(given, **changes)
+    contiguous = {"block_table": None, "k_cache": torch.zeros(3, 16, 2, 32)}
+    contiguous["v_cache"] = contiguous["k_cache"]
+    with pytest.raises(ProblemError, match="page_positions is for a cache in pages"):
+        posed(positions, **contiguous)
+
+
+def test_checking_looks_at_the_pages_that_are_read_and_not_at_how_long_sequences_are():
+    call = decode_call(cache_seqlens=torch.tensor([1000, 900, 40]))
+    problem = decode_problem(**call)
+    table = torch.tensor([[0, -1, 2**30], [3, 4, 5], [6, 7, 2**30]], dtype=torch.int32)
+    positions = torch.tensor([[62, -1, 63], [0, 7, 56], [2, 1, 3]], dtype=torch.int32)
+    given = (problem, call["k_cache"], call["cache_seqlens"])
+    check_cache_entries(*given, table, positions)
+    positions[0, 1] = 5
+    with pytest.raises(ProblemError, match=r"block_table\[0, 1\] is -1"):
+        check_cache_entries(*given, table, positions)
 
 
 def test_values_of_latent_attention_are_channels_of_the_keys():
