@@ -72,7 +72,12 @@ def test_entries_of_no_page_may_hold_anything(config: Config) -> None:
     none = positions < 0
     assert none.any() and (table[none] == POISON_PAGE).all()
     past = -(-inputs.cache_seqlens[:, None] // 16).expand_as(positions)
-    for other in (torch.full_like(positions, -(2**31)), past, past * 0 + 2**27 - 1, past + 2**28):
+    for other in (
+        torch.full_like(positions, -(2**31)),
+        past,
+        past * 0 + 2**27 - 1,
+        past * 0 + 2**28,
+    ):
         spoilt = positions.where(~none, other)
         assert same_bits(decode(replace(inputs, page_positions=spoilt), config), expected)
     wider = torch.nn.functional.pad(positions.long(), (1, 2), value=0)[:, 1:-2]

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autoflash.problem import Problem
 from autoflash.store import shipped_winners
 from autoflash.subjects import exported_module
 
+ALL: dict[str, Any] = {"window_left": 40, "softcap": True, "alibi": True, "sinks": True}
 Result = tuple[torch.Tensor, torch.Tensor]
 
 # Weights are exponentials in fp32 of differences of at most 8, whose own rounding counts.
@@ -80,6 +82,37 @@ def test_two_parts_of_the_keys_merged_are_the_whole(module: ModuleType) -> None:
     parts = [module.prefill(each.q, each.k, each.v, return_lse=True) for each in split(inputs, 60)]
     verdict = Budget(inputs).judge(*module.merge(*parts[0], *parts[1]))
     assert verdict.correct, verdict.reason
+
+
+@pytest.mark.parametrize("on", [{}, *({name: ALL[name]} for name in ALL), ALL], ids=str)
+def test_a_shared_prefix_and_what_follows_it_are_merged_into_the_whole(
+    module: ModuleType, on: dict[str, Any]
+) -> None:
+    """Positions tell where the pages of either part stand, for windows and slopes to be right."""
+    shape: dict[str, Any] = {"batch": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    shape |= {"seqlen_q": 2, "seqlen_k": 96, "page_size": 16, "pages": "shared", "dtype": "fp32"}
+    inputs = make_inputs(Problem("decode", **shape, **on), lengths=[96, 50, 81])
+    table, lengths = inputs.block_table, inputs.cache_seqlens
+    assert table is not None and lengths is not None
+    assert (table[:, :3] == table[0, :3]).all()  # half of seqlen_k is shared
+
+    def part(columns: slice, with_sinks: bool) -> Result:
+        positions = torch.arange(6, dtype=torch.int32)[columns].repeat(3, 1)
+        return module.decode(
+            *(inputs.q, inputs.k, inputs.v, lengths),
+            block_table=table[:, columns].contiguous(),
+            page_positions=positions,
+            window=inputs.problem.window,
+            softcap=inputs.softcap,
+            alibi_slopes=inputs.alibi_slopes,
+            sinks=inputs.sinks if with_sinks else None,
+            return_lse=True,
+        )
+
+    merged = module.merge(*part(slice(0, 3), False), *part(slice(3, 6), True))
+    verdict = Budget(inputs).judge(*merged)
+    assert verdict.correct, verdict.reason
+    assert not Budget(inputs).judge(*part(slice(3, 6), True)).correct
 
 
 def test_a_part_without_keys_says_nothing_whatever_it_holds(module: ModuleType) -> None:
