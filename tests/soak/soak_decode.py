@@ -175,6 +175,10 @@ def random_problem(drawn: random.Random, sizes: Sizes) -> Problem:
         pages=drawn.choice(["permuted", "contiguous", "shared"]),
         kv_dtype=kv_dtype,
         kv_scales=drawn.choice(["tensor", "head", "token"]) if kv_dtype else "",
+        window_left=drawn.choice([-1, -1, -1, 0, drawn.randint(1, sizes.keys)]),
+        softcap=drawn.random() < 0.2,
+        alibi=drawn.random() < 0.2,
+        sinks=drawn.random() < 0.2,
     )
 
 
@@ -299,6 +303,7 @@ def replayed(place: Place, problem: Problem, config: Config, drawn: random.Rando
     names = ["q", "k", "v", "cache_seqlens", *(["block_table"] if problem.paged else [])]
     if problem.kv_scales == "token":
         names += ["k_scale", "v_scale"]
+    names += ["sinks"] if problem.sinks else []
     for number in range(REPLAYS):
         after = random_inputs(place, problem, drawn)
         for name in names:
