@@ -30,9 +30,12 @@ PUBLIC = (
     "coverage",
     "decode",
     "explain",
+    "kv_identity",
     "merge",
     "prefill",
     "self_test",
+    "use_bundle",
+    "warmup",
     "write_trace",
 )
 MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
@@ -251,7 +254,8 @@ def _row(row: ExportedProblem, knobs: Sequence[Any]) -> str:
     key, sizes = match_key(problem), tuple(match_sizes(problem))
     place = knobs.index(config.knobs)
     regret = round(row.regret, 4)
-    return f"Row({key!r}, MatchSizes{sizes!r}, {config.family!r}, _KNOBS[{place}], {regret!r})"
+    served = f"{config.family!r}, _KNOBS[{place}], {regret!r}, {problem.num_kv_heads}"
+    return f"Row({key!r}, MatchSizes{sizes!r}, {served})"
 
 
 def _device(gpu: Gpu) -> Device:

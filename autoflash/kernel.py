@@ -29,6 +29,7 @@ from autoflash.launcher import build_launcher
 from autoflash.problem import Problem, Variant
 from autoflash.records import Resources
 from autoflash.render import Rendered, render
+from autoflash.runtime.device import Device
 from autoflash.runtime.launch import Launch, compile_plan
 from autoflash.runtime.load import load_text
 from autoflash.runtime.modifiers import (
@@ -226,7 +227,7 @@ def _compiled(
     problem: Problem, config: Config, gpu: Gpu, with_lse: bool, wide_rows: bool
 ) -> tuple[list[Any], int]:
     """The compiled kernels of the problem's plan and the bytes of its workspaces."""
-    _compile_only(gpu)
+    compile_only(gpu)
     rendered, module = _loaded(family_of(config.family).variant(problem), gpu.arch)
     inputs = make_inputs(problem, device="meta", poison=False, wide_rows=wide_rows)
     out, lse = new_results(inputs)
@@ -264,15 +265,17 @@ def _loaded(variant: Variant, arch: str) -> tuple[Rendered, ModuleType]:
 
 
 @lru_cache(maxsize=1)
-def _compile_only(gpu: Gpu) -> None:
+def compile_only(gpu: Gpu | Device) -> GPUTarget:
+    """Let triton compile for this GPU, and nothing else; the target."""
     driver: Any = _CompileOnlyDriver(gpu)  # has what a compile asks for, and no more
     triton.runtime.driver.set_active(driver)
+    return driver.get_current_target()
 
 
 class _CompileOnlyDriver:
     """What triton asks of a driver when it compiles and never launches."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu | Device) -> None:
         if gpu.vendor == "nvidia":
             self._target = GPUTarget("cuda", gpu.capability, WARP_SIZE["nvidia"])
         else:

@@ -119,14 +119,14 @@ class Exported:
 
     def _prefill(self, inputs: Inputs, keywords: dict[str, Any]) -> Any:
         p = inputs.problem
-        given = inputs.modifiers._replace(window=(p.window_left, p.window_right))._asdict()
+        modifiers = inputs.modifiers._replace(window=(p.window_left, p.window_right))
         return self._module.prefill(
             inputs.q,
             inputs.k,
             inputs.v,
             causal=p.causal,
             layout=p.layout,
-            **{n: v for n, v in given.items() if n != "page_positions"},
+            **modifiers.of_prefill,
             **keywords,
         )
 

@@ -40,6 +40,10 @@ def export(
     allow_predicted: Annotated[
         bool, typer.Option("--allow-predicted", help="Also what was predicted, not measured.")
     ] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also the compiled kernels, for use_bundle()."),
+    ] = None,
     max_configs: Annotated[
         int, typer.Option(min=1, help="At most so many configs for a variant on a GPU.")
     ] = 4,
@@ -62,6 +66,11 @@ def export(
         most_configs=max_configs,
     )
     write_module(module.text, output)
+    if bundle:
+        from autoflash.bundle import write_bundle
+
+        count = write_bundle(output, bundle)
+        notice(f"{bundle}: {count} kernels")
     for reason, count in Counter(reason for _, reason in module.left_out).most_common():
         notice(f"{count} winners left out: {reason}")
     configs = {(row.gpu, row.config) for row in module.rows}

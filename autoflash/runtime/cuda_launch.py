@@ -74,6 +74,20 @@ def cuda_launcher() -> Callable[[int, int, int, None], int]:
     return launch
 
 
+@cache
+def cuda_context() -> Callable[[Any], int]:
+    """cuCtxGetCurrent(where to write it), which returns CUDA's error or 0."""
+    current = ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent
+    current.argtypes = [ctypes.c_void_p]
+    current.restype = ctypes.c_int
+    return current
+
+
+def function_address(function: Any) -> int:
+    """Where a function of ctypes lies."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def cuda_parameter(kind: str) -> bool:
     """Whether a parameter of this type is known."""
     return kind[0] == "*" or kind in (*CUDA_INTEGERS, "fp32", CUDA_TENSOR_MAP)

@@ -1,12 +1,12 @@
-"""The exported functions: prefill() and decode() by the config chosen, append_kv(), merge()."""
+"""The exported functions: prefill() and decode() by the config chosen, append_kv(), self_test()."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .append import append_cache, append_scale, append_switches
 from .arguments import (
@@ -17,34 +17,37 @@ from .arguments import (
     refuse_arguments,
     scale_or_default,
 )
+from .cache_layout import identified_layout
 from .installed import device_for, installed, tally_for
 from .launch import interpreted
-from .merging import check_parts, merge_forms
 from .modifiers import Modifiers, decode_plan, modifiers_of, prefill_plan
-from .operators import append_kv_traced, decode_traced, merge_traced, prefill_traced
+from .operators import append_kv_traced, decode_traced, prefill_traced
+from .recall import recalled
 from .recipe import form_of
 from .scales import Scale, cache_form, scale_form, scale_number
+from .selection import INVARIANT_SMS
 from .self_test import SelfTestCase, run_self_test
 from .served import (
     launch_again,
     launch_first,
-    launch_plan,
-    launch_repeat,
     outputs_of,
-    remember_repeat,
-    repeated,
+    remember_served,
     served_before,
 )
-from .tally import last_tally
 from .training import asks_gradients, prefill_with_gradients
 from .varlen import prefill_packed
 
 PREFILL_OTHERS = (  # not served yet
     *("block_mask", "document_ids", "prefix_lens", "mask"),
     *("cache_seqlens", "block_table", "kv_layout", "q_scale", "k_scale", "v_scale"),
-    *("dropout_p", "rng", "batch_invariant"),
+    *("dropout_p", "rng"),
 )
-DECODE_OTHERS = (*("bias", "document_ids", "prefix_lens", "mask", "batch_invariant"),)
+RECALLED_PREFILL = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks")
+RECALLED_DECODE = (
+    *("cache_seqlens", "block_table", "out", "lse"),
+    *("alibi_slopes", "sinks", "page_positions"),
+)
+DECODE_OTHERS = ("bias", "document_ids", "prefix_lens", "mask")
 
 
 def prefill(
@@ -100,50 +103,49 @@ def prefill(
     Never waits for the device, but to look at these with `check`.
     Where the module carries a backward, `out` and `lse` are differentiable once with respect to q,
     k, v, `bias` and `sinks`. With `deterministic` the same call has the same gradients to the bit;
-    of `out` and `lse` that is so in any case.
+    of `out` and `lse` that is so in any case. `batch_invariant` gives a sequence the bits that it
+    has alone, in whatever batch.
     Raises ProblemError naming an argument that does not fit or is not served yet.
     """
+    values = (
+        *(q, k, v, causal, window, softmax_scale, softcap, alibi_slopes, bias, sinks),
+        *(block_mask, document_ids, prefix_lens, mask),
+        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, cache_seqlens, block_table),
+        *(kv_layout, q_scale, k_scale, v_scale, layout, out, return_lse, dropout_p, rng),
+        *(deterministic, batch_invariant, check),
+    )
+    if not is_dynamo_compiling():
+        result = recalled["prefill"].launch(values)
+        if result is not NotImplemented:
+            return result
     others = (
-        block_mask,
-        document_ids,
-        prefix_lens,
-        mask,
-        cache_seqlens,
-        block_table,
+        *(block_mask, document_ids, prefix_lens, mask, cache_seqlens, block_table),
         kv_layout if kv_layout != "nhd" else None,  # names the order of a cache's axes
-        q_scale,
-        k_scale,
-        v_scale,
-        dropout_p or None,
-        rng,
-        batch_invariant or None,
+        *(q_scale, k_scale, v_scale, dropout_p or None, rng),
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if torch.compiler.is_compiling():
+        refuse_arguments("prefill: in a graph", ("batch_invariant",), (batch_invariant or None,))
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
         read = (q, k, v, causal, window, *numbers, tensors, layout, packing, check)
         return prefill_traced(*read, deterministic, out, return_lse)
     packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
     if packed and not asks_gradients(q, k, v, alibi_slopes, bias, sinks):
         modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
-        options = (causal, layout, softmax_scale, out, return_lse, check)
-        return prefill_packed(q, k, v, modifiers, *options)
+        options = (causal, layout, softmax_scale, out, return_lse, check, batch_invariant)
+        return prefill_packed(q, k, v, modifiers, *options, (prefill, values))
     given = (q, k, v, out, alibi_slopes, bias, sinks)
     key = (
-        *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window),
+        *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window, batch_invariant),
         *(out is None, alibi_slopes is None, bias is None, sinks is None),
     )
-    repeat = None if packed else repeated(key, given)
-    if repeat is not None:
-        result, lse = outputs_of(q, repeat.served.tally.problem, out, return_lse)
-        if launch_repeat(repeat, (q, k, v, result, lse, alibi_slopes, bias, sinks)):
-            return (result, lse) if lse is not None else result
     modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
     if asks_gradients(q, k, v, alibi_slopes, bias, sinks):
         refuse_arguments("prefill: with gradients", ("out",), (out,))
-        call = {**modifiers._asdict(), "causal": causal, "softmax_scale": softmax_scale}
+        call = {**modifiers.of_prefill, "causal": causal, "softmax_scale": softmax_scale}
+        call["batch_invariant"] = batch_invariant
         attention = partial(prefill, **call, layout=layout, return_lse=True, check=check)
         options = (causal, layout, modifiers, softmax_scale, deterministic)
         both = prefill_with_gradients(attention, q, k, v, *options)
@@ -155,16 +157,18 @@ def prefill(
         if out is not None:
             check_output("prefill", out, q, problem.head_dim_v)
         scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-        tally, device = tally_for(problem, q)
+        tally, device = tally_for(problem, q, batch_invariant)
         out, lse = outputs_of(q, problem, out, return_lse)
         modifiers = modifiers_of(problem, modifiers)
         first = (q, k, v, out, lse, scale, layout, device.num_sms, tally.choice.knobs)
         make_plan = partial(prefill_plan, tally.choice.module, problem, modifiers, *first)
         launch_first(form, tally, (q, k, v, out, lse, *modifiers.tensors), make_plan)
     else:
-        remember_repeat(key, given, form, served)
         out, lse = outputs_of(q, served.tally.problem, out, return_lse)
-        launch_again(served, (q, k, v, out, lse, *modifiers.tensors))
+        tensors = (q, k, v, out, lse, *modifiers.tensors)
+        launch_again(served, tensors)
+        recall = (prefill, values, RECALLED_PREFILL, (out, lse))
+        remember_served(form, served, tensors, *recall)
     return (out, lse) if lse is not None else out
 
 
@@ -202,44 +206,52 @@ def decode(
     themselves, or (batch, num_heads, head_dim), and `out` has its shape.
     The caches are (batch, tokens, num_kv_heads, head_dim), or with a `block_table`, int32 or int64
     (batch, max_pages), (pages, page_size, num_kv_heads, head_dim); heads come before tokens with
-    kv_layout "hnd". They are of q's type, or float8_e4m3fn or int8 with a `k_scale` and a `v_scale`
-    that say what a stored 1 counts: a number, or fp32 of one element, of (num_kv_heads,) or
-    (batch, num_kv_heads), or one for each head of each token, of the cache's shape without
-    head_dim. `cache_seqlens` counts the valid tokens, the queries' own included; slots and
-    table entries past them may hold anything. `window`, `softcap`, `alibi_slopes` and `sinks` are
-    as in prefill(); keys before the windows of all queries of a sequence are not read.
+    kv_layout "hnd", which may be what kv_identity() gave for the cache. They are of q's type, or
+    float8_e4m3fn or int8 with a `k_scale` and a `v_scale` that say what a stored 1 counts: a
+    number, or fp32 of one element, of (num_kv_heads,) or (batch, num_kv_heads), or one for each
+    head of each token, of the cache's shape without head_dim. `cache_seqlens` counts the valid
+    tokens, the queries' own included; slots and table entries past them may hold anything.
+    `window`, `softcap`, `alibi_slopes` and `sinks` are as in prefill(); keys before the windows of
+    all queries of a sequence are not read.
     With `page_positions`, whole numbers as the `block_table`, some pages of each sequence are read:
     each entry tells which page of its sequence, counted from 0, stands there in the table, a
     negative one that none does; no page may stand there twice. Of latent attention k_cache has one
     head of 576 channels, whose first 512 are the values too: v_cache is None, and `out` 512 wide.
-    `max_seqlen_k` (no length is greater), `lengths`
-    (equal, ragged) and `pages` (permuted, contiguous, shared by all sequences at the beginning)
-    only help the choice. `lse` is fp32 (batch, num_heads, seqlen_q), (batch, num_heads) if q has no
-    query axis. `check` looks at lengths and page ids, and waits for the device. Raises
-    ProblemError naming an argument that does not fit or is not served yet.
+    `max_seqlen_k` (no length is greater), `lengths` (equal, ragged) and `pages` (permuted,
+    contiguous, shared by all sequences at the beginning) only help the choice. `lse` is fp32
+    (batch, num_heads, seqlen_q), (batch, num_heads) if q has no query axis. `batch_invariant` gives
+    a sequence the bits that it has alone, in whatever batch: its cache is not split, which takes
+    longer where the batch is small and the cache long. `check` looks at lengths and page ids, and
+    waits for the device. Raises ProblemError naming an argument that does not fit or is not served
+    yet.
     """
-    others = (bias, document_ids, prefix_lens, mask, batch_invariant or None)
+    values = (
+        *(q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths, pages),
+        *(window, softmax_scale, softcap, alibi_slopes, bias, sinks, document_ids, prefix_lens),
+        *(mask, page_positions, k_scale, v_scale, out, return_lse, batch_invariant, check),
+    )
+    if not is_dynamo_compiling():
+        result = recalled["decode"].launch(values)
+        if result is not NotImplemented:
+            return result
+    others = (bias, document_ids, prefix_lens, mask)
     refuse_arguments("decode", DECODE_OTHERS, others)
     hints = (max_seqlen_k, lengths, pages)
     if torch.compiler.is_compiling():
+        refuse_arguments("decode: in a graph", ("batch_invariant",), (batch_invariant or None,))
         read = (q, k_cache, v_cache, cache_seqlens, block_table, (k_scale, v_scale), kv_layout)
         modified = (alibi_slopes, sinks, page_positions, *window, softcap)
         return decode_traced(*read, hints, modified, softmax_scale, check, out, return_lse)
+    kv_layout = identified_layout("decode", kv_layout, k_cache, block_table is not None)
     on = (alibi_slopes, sinks, page_positions)
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on)
     key = (
         *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window),
+        batch_invariant,
         *(scale_number(k_scale), scale_number(v_scale)),
         *(v_cache is None, block_table is None, k_scale is None, v_scale is None, out is None),
         *(alibi_slopes is None, sinks is None, page_positions is None),
     )
-    repeat = None if check else repeated(key, given)
-    if repeat is not None:
-        result, lse = outputs_of(q, repeat.served.tally.problem, out, return_lse)
-        scales = () if k_scale is None else (k_scale, v_scale)
-        read = (q, k_cache, v_cache, *scales, cache_seqlens, block_table)
-        if launch_repeat(repeat, (*read, result, lse, *on)):
-            return (result, lse) if lse is not None else result
     form = (key, *map(form_of, given))
     served = served_before(form)
     modifiers = Modifiers(window, softcap, alibi_slopes, sinks=sinks, page_positions=page_positions)
@@ -265,13 +277,17 @@ def decode(
     caches = (cache_form(k_cache), None if v_cache is None else cache_form(v_cache))
     tensors = (q, *caches, *scales, cache_seqlens, block_table, out, lse)
     if served is not None:
-        remember_repeat(key, given, form, served)
         launch_again(served, (*tensors, *on))
+        if not check:
+            names = ("q", "k_cache", "v_cache", *("k_scale", "v_scale")[: len(scales)])
+            recall = (decode, values, (*names, *RECALLED_DECODE), (out, lse))
+            remember_served(form, served, (*tensors, *on), *recall)
     else:
         scale = scale_or_default("decode", softmax_scale, problem.head_dim)
-        tally, device = tally_for(problem, q)
+        tally, device = tally_for(problem, q, batch_invariant)
         modifiers = modifiers_of(problem, modifiers)
-        rest = (scale, kv_layout, problem.seqlen_k, device.num_sms, tally.choice.knobs)
+        num_sms = INVARIANT_SMS if batch_invariant else device.num_sms
+        rest = (scale, kv_layout, problem.seqlen_k, num_sms, tally.choice.knobs)
         first = (tally.choice.module, problem, modifiers)
         make_plan = partial(decode_plan, *first, *tensors, *rest)
         on = (modifiers.alibi_slopes, sinks, page_positions)
@@ -304,19 +320,17 @@ def append_kv(
     a byte holds. Values too large for the others are cut off. Raises ProblemError naming an
     argument that does not fit.
     """
+    values = (k, v, k_cache, v_cache, slot_mapping, kv_layout, k_scale, v_scale)
+    if not is_dynamo_compiling() and recalled["append_kv"].launch(values) is not NotImplemented:
+        return
     if torch.compiler.is_compiling():
         tensors = (k, v, k_cache, v_cache, slot_mapping)
         append_kv_traced(tensors, (k_scale, v_scale), kv_layout)
         return
+    kv_layout = identified_layout("append_kv", kv_layout, k_cache, None)
     numbers = (scale_number(k_scale), scale_number(v_scale))
     key = ("append_kv", kv_layout, *numbers, k_scale is None, v_scale is None)
     given = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    scales = () if k_scale is None else (k_scale, v_scale)
-    repeat = repeated(key, given)
-    if repeat is not None and launch_repeat(
-        repeat, (k, v, k_cache, v_cache, *scales, slot_mapping)
-    ):
-        return
     form = (key, *map(form_of, given))
     served = served_before(form)
     module = None
@@ -329,37 +343,12 @@ def append_kv(
     scales = [append_scale(each, k.shape[1]) for each in (k_scale, v_scale) if each is not None]
     tensors = (k, v, append_cache(k_cache), append_cache(v_cache), *scales, slot_mapping)
     if served is not None:
-        remember_repeat(key, given, form, served)
         launch_again(served, tensors)
+        names = ("k", "v", "k_cache", "v_cache", *("k_scale", "v_scale")[: len(scales)])
+        recall = (append_kv, values, (*names, "slot_mapping"), None)
+        remember_served(form, served, tensors, *recall)
     elif module is not None:
         launch_first(form, None, tensors, lambda _: module.plan(*tensors, kv_layout))
-
-
-def merge(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
-    layout: str = "bshd",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result (out, lse) over all keys, of the results over two parts of them.
-
-    The parts are as prefill() and decode() give them, in the same layout and type, and so is what
-    comes of them; 3-D outputs are decode()'s, with layout "thd" those of packed sequences. Rows
-    that saw no key in a part, whose lse is -inf, take the other's. A sink must have counted in one
-    part only. Raises ProblemError naming an argument that does not fit.
-    """
-    if torch.compiler.is_compiling():
-        return merge_traced(out_a, lse_a, out_b, lse_b, layout)
-    check_parts(out_a, lse_a, out_b, lse_b, layout)
-    device_for(out_a)
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    if out.numel():
-        results = ((out_a, lse_a), (out_b, lse_b), (out, lse))
-        forms = [form for each in results for form in merge_forms(*each, layout)]
-        launch_plan(installed().module("merge", ()).plan(*forms), out_a)
-    return out, lse
 
 
 def self_test(device: torch.device | str | None = None) -> list[SelfTestCase]:
@@ -372,18 +361,3 @@ def self_test(device: torch.device | str | None = None) -> list[SelfTestCase]:
         device = "cpu" if interpreted() else torch.device("cuda", torch.cuda.current_device())
     with torch.no_grad():
         return run_self_test(prefill, decode, append_kv, device)
-
-
-def explain(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> dict[str, Any]:
-    """What serves this call and why, found by making it: `explain(prefill, q, k, v, causal=True)`.
-
-    Gives the problem, family, knobs, `how` (exact, bucket, nearest, default), the distance to the
-    tuned sizes in doublings, and the regret measured for the tuned problem.
-    """
-    last_tally[0] = None
-    function(*arguments, **keywords)
-    tally = last_tally[0]
-    if tally is None:
-        raise ValueError("explain: the function is neither prefill nor decode")
-    choice = tally.choice
-    return {"problem": tally.problem, **choice._asdict(), "module": choice.module.__name__}

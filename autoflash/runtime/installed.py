@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from .bundle import use_bundle
 from .device import Device, device_of
 from .problem import Problem
 from .selection import Selector, Tables
@@ -13,7 +16,7 @@ from .trace import add_to_trace, trace_at_exit, trace_text
 
 _selectors: list[Selector] = []
 _strict = [False]
-_tallies: dict[tuple[Problem, Device], Tally] = {}
+_tallies: dict[tuple[Problem, Device, bool], Tally] = {}  # the last: batch_invariant or not
 
 
 def install_tables(tables: Tables) -> None:
@@ -22,6 +25,8 @@ def install_tables(tables: Tables) -> None:
     _tallies.clear()
     forget_served()
     trace_at_exit(write_trace)
+    if folder := os.environ.get("AUTOFLASH_BUNDLE"):
+        use_bundle(folder)
 
 
 def installed() -> Selector:
@@ -46,15 +51,19 @@ def device_for(q: torch.Tensor) -> Device:
     return device_of(q, installed().tables.gpus[0].device)
 
 
-def tally_for(problem: Problem, q: torch.Tensor) -> tuple[Tally, Device]:
+def tally_for(
+    problem: Problem, q: torch.Tensor, batch_invariant: bool = False
+) -> tuple[Tally, Device]:
     """What serves the problem where `q` lies, chosen at its first call."""
     device = device_for(q)
     if _strict[0]:
         installed().require_rows(device)
-    tally = _tallies.get((problem, device))
+    tally = _tallies.get((problem, device, batch_invariant))
     if tally is None:
-        tally = Tally(problem, installed().choose(problem, device))
-        _tallies[problem, device] = tally
+        selector = installed()
+        choose = selector.choose_invariant if batch_invariant else selector.choose
+        tally = Tally(problem, choose(problem, device))
+        _tallies[problem, device, batch_invariant] = tally
     return tally, device
 
 
@@ -72,5 +81,5 @@ def write_trace(path: str) -> None:
     With AUTOFLASH_TRACE in the environment a process does so when it ends, to the file it names.
     Calls of append_kv() and replays of CUDA graphs are not counted.
     """
-    called = [(device, tally) for (_, device), tally in _tallies.items() if tally.calls]
+    called = [(device, tally) for (_, device, _), tally in _tallies.items() if tally.calls]
     add_to_trace(path, trace_text(called))

@@ -1,11 +1,14 @@
-"""Merging: the arguments of merge(), checked, and in the one form that its plan takes."""
+"""Merging: the exported merge() of two partial results into one."""
 
 from __future__ import annotations
 
 import torch
 
 from .arguments import ARGUMENT_DTYPES
+from .installed import device_for, installed
+from .operators import merge_traced
 from .problem import LAYOUTS, ProblemError
+from .served import launch_plan
 
 MERGE_AXES = {  # of an output, and of its lse, by layout and number of dimensions
     ("bshd", 4): ("bshd", "bhs"),
@@ -13,6 +16,33 @@ MERGE_AXES = {  # of an output, and of its lse, by layout and number of dimensio
     ("bhsd", 4): ("bhsd", "bhs"),
     ("thd", 3): ("shd", "hs"),
 }
+
+
+def merge(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    layout: str = "bshd",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result (out, lse) over all keys, of the results over two parts of them.
+
+    The parts are as prefill() and decode() give them, in the same layout and type, and so is what
+    comes of them; 3-D outputs are decode()'s, with layout "thd" those of packed sequences. Rows
+    that saw no key in a part, whose lse is -inf, take the other's. A sink must have counted in one
+    part only. Raises ProblemError naming an argument that does not fit.
+    """
+    if torch.compiler.is_compiling():
+        return merge_traced(out_a, lse_a, out_b, lse_b, layout)
+    check_parts(out_a, lse_a, out_b, lse_b, layout)
+    device_for(out_a)
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    if out.numel():
+        results = ((out_a, lse_a), (out_b, lse_b), (out, lse))
+        forms = [form for each in results for form in merge_forms(*each, layout)]
+        launch_plan(installed().module("merge", ()).plan(*forms), out_a)
+    return out, lse
 
 
 def check_parts(

@@ -28,6 +28,11 @@ class Modifiers(NamedTuple):
     page_positions: torch.Tensor | None = None  # of decode
 
     @property
+    def of_prefill(self) -> dict[str, Any]:
+        """As prefill() takes them, by name."""
+        return {name: value for name, value in self._asdict().items() if name != "page_positions"}
+
+    @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.alibi_slopes, self.bias, self.sinks, self.cu_seqlens_q, self.cu_seqlens_k
 

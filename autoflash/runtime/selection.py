@@ -27,6 +27,7 @@ from .backward_validity import (
     backward_single_unsupported,
     backward_unsupported,
 )
+from .bundle import bundle_kernels_of
 from .defaults import decode_default, decode_last_default, prefill_default
 from .device import Device
 from .hopper_validity import (
@@ -89,6 +90,10 @@ SELECTION_FAMILIES = {
 }
 
 
+INVARIANT_SEQLEN = 4096  # tokens, for which a config is chosen that must not depend on lengths
+INVARIANT_SMS = 1  # one program a head, which reads a sequence from its first key to its last
+
+
 class Row(NamedTuple):
     """One tuned problem: what must match, its sizes, and the config that serves it."""
 
@@ -97,6 +102,7 @@ class Row(NamedTuple):
     family: str
     knobs: dict[str, Any]
     regret: float  # what the served config loses against the problem's own winner
+    num_kv_heads: int = 1  # of the tuned problem, in whose sizes they are multiplied by its batch
 
 
 class GpuTable(NamedTuple):
@@ -164,6 +170,25 @@ class Selector:
             how = "bucket"
         return self._choice(problem, row.family, row.knobs, how, distance, row.regret, row.sizes)
 
+    def choose_invariant(self, problem: Problem, device: Device) -> Choice:
+        """The same config whatever the batch: what one sequence alone would get.
+
+        Of decode and packed sequences, whose lengths differ, it does not depend on these either.
+        Decode's is the default; without splits, as `INVARIANT_SMS` has it, bits do not depend on
+        them. Raises ProblemError for a problem that nothing serves.
+        """
+        alone = replace(problem, batch=1)
+        if problem.op == "decode":
+            alone = replace(alone, seqlen_k=INVARIANT_SEQLEN, lengths="ragged")
+            reason = decode_unsupported(alone, device)
+            if reason:
+                raise ProblemError(f"decode: {reason}")
+            knobs = {**decode_default(alone, device), "PROGRAMS_PER_SM": 1}
+            return self._choice(problem, "decode", knobs, "default", 0.0, 0.0, None)
+        if problem.varlen:
+            alone = replace(alone, seqlen_q=INVARIANT_SEQLEN, seqlen_k=INVARIANT_SEQLEN)
+        return self.choose(alone, device)
+
     def _default_family(self, problem: Problem, device: Device) -> str:
         """The first family that serves the problem on the device and whose text is here."""
         reason = None
@@ -227,7 +252,9 @@ class Selector:
 
 @cache
 def _selection_module(name: str, text: str) -> ModuleType:
-    return load_text(f"{name}.py", text)
+    module = load_text(f"{name}.py", text)
+    bundle_kernels_of(module)
+    return module
 
 
 def _runs_here(family: str) -> bool:

@@ -1,14 +1,12 @@
 """Served: what served a call, found again for others of its form and launched for their tensors.
 
-A call's form is looked up in a few microseconds. For calls that repeat the last one there is a
-check of torch's own, of all tensors at once, that takes a fraction of one.
+A call's form is looked up in a few microseconds; from then on calls like it are recalled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from .bound import BoundRecipe, bind_recipe
 from .capture import refuse_unloaded
 from .launch import Launch, run_plan
 from .problem import Problem
+from .recall import forget_calls, recall_module, remember_call
 from .recipe import NewWorkspace, Recipe, learn_recipe
 from .tally import Tally, count_call
 
@@ -31,60 +30,17 @@ class Served(NamedTuple):
     bound: BoundRecipe | None
 
 
-class Repeat(NamedTuple):
-    """What served the last call with some values, and how its tensors are told from others."""
-
-    served: Served
-    bound: BoundRecipe
-    tensors_of: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]  # those among the arguments
-    check: Callable[..., bool]
-
-
 _served: dict[tuple[Any, ...], Served] = {}
-_checked: dict[tuple[Any, ...], Repeat] = {}
-_repeats: dict[tuple[Any, ...], Repeat] = {}
 
 
 def forget_served() -> None:
-    for known in (_served, _checked, _repeats):
-        known.clear()
+    _served.clear()
+    forget_calls()
 
 
 def served_before(form: tuple[Any, ...]) -> Served | None:
     """What served a call of this form."""
     return _served.get(form)
-
-
-def repeated(key: tuple[Any, ...], given: Sequence[Any]) -> Repeat | None:
-    """What served the last call with this key, if its tensors were like these.
-
-    They may be aligned in other ways, which a bound launch looks at. The key names the function,
-    holds all values and numbers, and says which tensors are not given.
-    """
-    repeat = _repeats.get(key)
-    if repeat is None or not repeat.check(*repeat.tensors_of(given)):
-        return None
-    return repeat
-
-
-def remember_repeat(
-    key: tuple[Any, ...], given: Sequence[Any], form: tuple[Any, ...], served: Served
-) -> None:
-    """Let calls with this key and tensors like these be served so without their form."""
-    if served.bound is None:
-        return
-    repeat = _checked.get(form)
-    if repeat is None or not repeat.check(*repeat.tensors_of(given)):
-        # new, or made in another mode: a check tells inference mode from others
-        places = [n for n, each in enumerate(given) if isinstance(each, torch.Tensor)]
-        tensors_of = itemgetter(*places)
-        check = _check_of(tensors_of(given))
-        if check is None:
-            return
-        repeat = _checked[form] = Repeat(served, served.bound, tensors_of, check)
-    if len(_repeats) == MOST_FORMS:
-        _repeats.clear()
-    _repeats[key] = repeat
 
 
 def launch_first(
@@ -101,7 +57,10 @@ def launch_first(
         return
     if len(_served) == MOST_FORMS:
         forget_served()
-    _served[form] = Served(tally, recipe, bind_recipe(recipe, compiled, tensors))
+    bound = bind_recipe(recipe, compiled, tensors)
+    _served[form] = Served(tally, recipe, bound)
+    if bound is not None:
+        recall_module()  # compiled now, with the kernels
 
 
 def launch_again(served: Served, tensors: Sequence[Any]) -> None:
@@ -111,12 +70,19 @@ def launch_again(served: Served, tensors: Sequence[Any]) -> None:
         launch_plan(served.recipe.plan(tensors, workspaces_on(tensors[0])), tensors[0])
 
 
-def launch_repeat(repeat: Repeat, tensors: Sequence[Any]) -> bool:
-    """The same by the bound launches alone; False where they cannot, and nothing is launched."""
-    if not repeat.bound.launch(tensors):
-        return False
-    count_call(repeat.served.tally)
-    return True
+def remember_served(
+    form: tuple[Any, ...],
+    served: Served,
+    tensors: Sequence[Any],
+    function: Callable[..., Any],
+    values: tuple[Any, ...],
+    names: Sequence[str],
+    results: tuple[torch.Tensor, torch.Tensor | None] | None,
+) -> None:
+    """Let calls like this one of the function be recalled, as `remember_call` says."""
+    if served.bound is not None:
+        call = (function, values, form, served.bound, served.tally)
+        remember_call(*call, tensors, names, results)
 
 
 def outputs_of(
@@ -132,26 +98,6 @@ def outputs_of(
         return out, None
     shape = (problem.batch, problem.num_heads, problem.seqlen_q)[: q.dim() - 1]
     return out, torch.empty(shape, dtype=torch.float32, device=q.device)
-
-
-def _check_of(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | None:
-    """Whether tensors have the types, shapes, strides and devices of these, asked at once.
-
-    None where torch has no such check, and where a gradient may be asked for: its mode is not part
-    of the check.
-    """
-    if any(tensor.requires_grad for tensor in tensors):
-        return None
-    guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    try:
-        check = guards.TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-        ).check
-    except (AttributeError, TypeError):  # it is no public part of torch
-        return None
-    return check if check(*tensors) else None
 
 
 def launch_plan(plan: list[Launch], q: torch.Tensor) -> list[Any]:

@@ -1,10 +1,14 @@
-"""Varlen: prefill() of packed sequences, whose lengths change from call to call.
+"""Varlen: prefill() of packed sequences, whose lengths change from step to step.
 
-So every call is planned anew: hardly two have the same form. What serves it is chosen for the size
-class that it is of: there are few of them.
+The layers of a step make calls of one form, which are planned once and then launched again. What
+serves them is chosen for the size class that the step is of: there are few of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,8 +16,14 @@ from .arguments import check_output, prefill_problem, scale_or_default
 from .installed import tally_for
 from .modifiers import Modifiers, modifiers_of, prefill_plan
 from .packed import check_packed, size_class
-from .served import launch_plan, workspaces_on
+from .recipe import form_of
+from .served import launch_again, launch_first, remember_served, served_before
 from .tally import count_call
+
+PACKED_TENSORS = (  # as a plan's recipe has them
+    *("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks"),
+    *("cu_seqlens_q", "cu_seqlens_k"),
+)
 
 
 def prefill_packed(
@@ -27,23 +37,48 @@ def prefill_packed(
     out: torch.Tensor | None,
     return_lse: bool,
     check: bool,
+    batch_invariant: bool,
+    recall: tuple[Callable[..., Any], tuple[Any, ...]],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """prefill() of sequences that `modifiers` say where to find. Raises ProblemError as it does."""
-    problem = prefill_problem(q, k, v, causal, layout, modifiers)
-    if out is not None:
-        check_output("prefill", out, q, problem.head_dim_v)
-    if check:
-        check_packed(q, k, modifiers)
-    scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-    tally, device = tally_for(size_class(problem), q)
+    """prefill() of sequences that `modifiers` say where to find. Raises ProblemError as it does.
+
+    `recall` are prefill() and the values of all its arguments, for the next call like this one.
+    """
+    numbers = (causal, layout, softmax_scale, return_lse, batch_invariant)
+    form = ("packed", *numbers, *map(form_of, (q, k, v, out)), *map(_modifier_form, modifiers))
+    served = None if check else served_before(form)
+    if served is None:
+        problem = prefill_problem(q, k, v, causal, layout, modifiers)
+        if out is not None:
+            check_output("prefill", out, q, problem.head_dim_v)
+        if check:
+            check_packed(q, k, modifiers)
+        tally, device = tally_for(size_class(problem), q, batch_invariant)
+    else:
+        problem, tally, device = served.tally.problem, served.tally, None
     out = q.new_empty((*q.shape[:-1], problem.head_dim_v)) if out is None else out
     lse = None
     if return_lse:
         lse = torch.empty((problem.num_heads, len(q)), dtype=torch.float32, device=q.device)
-    if len(q):
-        modifiers, knobs = modifiers_of(problem, modifiers), tally.choice.knobs
+    tensors = (q, k, v, out, lse, *modifiers.tensors)
+    if not len(q):
+        count_call(tally)
+    elif served is not None:
+        launch_again(served, tensors)
+        remember_served(form, served, tensors, *recall, PACKED_TENSORS, (out, lse))
+    elif device is not None:
+        scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
+        whole, knobs = modifiers_of(problem, modifiers), tally.choice.knobs
+        starts = whole.cu_seqlens_k
+        if starts is not None and starts is whole.cu_seqlens_q:
+            # a recipe tells tensors by what they are, and the next call may give two
+            whole = whole._replace(cu_seqlens_k=starts.view(-1))
         first = (q, k, v, out, lse, scale, problem.layout, device.num_sms, knobs)
-        plan = prefill_plan(tally.choice.module, problem, modifiers, *first, workspaces_on(q))
-        launch_plan(plan, q)
-    count_call(tally)
+        make_plan = partial(prefill_plan, tally.choice.module, problem, whole, *first)
+        launch_first(form, tally, (q, k, v, out, lse, *whole.tensors), make_plan)
     return (out, lse) if lse is not None else out
+
+
+def _modifier_form(given: Any) -> Any:
+    """What a plan may know of a modifier: its values are arguments, but a window's sides."""
+    return given if isinstance(given, tuple) else form_of(given)

@@ -21,10 +21,13 @@ class FakeLaunches(_CompileOnlyDriver):
     """`launched` are the launches, with the parameters of kernels in order, places as numbers."""
 
     stream = 77
+    current_context = 5
+    error = 0  # of CUDA, at every launch
 
     def __init__(self, gpu):
         super().__init__(gpu)
         self.launched, self.maps = [], {}
+        self.before_launch = lambda: None
         self._functions, self._kinds, self._next = itertools.count(1), {}, []
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": gpu.smem_per_block},
@@ -93,6 +96,7 @@ class FakeLaunches(_CompileOnlyDriver):
     def cuda_launch(self, config_at, function, places_at, extra):
         """What cuLaunchKernelEx is called with."""
         assert extra is None
+        self.before_launch()
         config = CudaLaunchConfig.from_address(config_at)
         attributes = [config.attributes[n] for n in range(config.num_attributes)]
         dependent = [(each.id, each.value[0]) for each in attributes] == [(CUDA_SERIALIZATION, 1)]
@@ -102,6 +106,11 @@ class FakeLaunches(_CompileOnlyDriver):
         assert [self._held("i64", place) for place in places[-2:]] == [0, 0]  # no scratch
         shape = (tuple(config.grid), config.block[0] // 32, config.shared_bytes)
         self.launched.append(Launched(*shape, dependent, config.stream, parameters))
+        return self.error
+
+    def context(self, where):
+        """cuCtxGetCurrent, which writes the context that the test says."""
+        where[0] = self.current_context
         return 0
 
     def _held(self, kind, place):

@@ -1,108 +1,21 @@
 """Bound launches give CUDA what triton's own give it, and are made only where all is as it was."""
 
-import importlib.util
-import sys
-from itertools import count
+from inspect import signature
 from math import prod
 
 import pytest
 import torch
 import triton
-from fake_launches import FakeLaunches, TensorMap
+from fake_calls import LENGTHS, append, decode, normal, packed, prefill, prefill_with_sinks, told
+from fake_launches import TensorMap
 from triton import knobs
-
-from autoflash.export import export
-from autoflash.gpu import known
-from autoflash.runtime.device import Device
-from autoflash.store import shipped_winners
 
 pytestmark = pytest.mark.skipif(
     not triton.__version__.startswith("3.6."), reason="only triton 3.6's kernels are bound"
 )
 
-H200 = known("NVIDIA_H200")
-NUMBERS = count()
-LENGTHS = torch.tensor([900, 70], dtype=torch.int32)
 
-
-@pytest.fixture(scope="module")
-def text():
-    return export(shipped_winners()).text
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    """The launches of this test, on the device that CPU tensors are on."""
-    driver = FakeLaunches(H200)
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: None)
-    return driver
-
-
-@pytest.fixture
-def new_module(text, tmp_path, monkeypatch, driver):
-    """A maker of modules that nobody called, which take the CPU for an H200."""
-
-    def make():
-        path = tmp_path / "attention_dispatch.py"
-        path.write_text(text)
-        spec = importlib.util.spec_from_file_location(f"bound_{next(NUMBERS)}", path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        h200 = module.Device(**{name: getattr(H200, name) for name in Device._fields})
-        monkeypatch.setattr(module, "device_of", lambda tensor, interpreted_as: h200)
-        monkeypatch.setattr(module, "cuda_launcher", lambda: driver.cuda_launch)
-        monkeypatch.setattr(module, "map_address", driver.map_address)
-        return module
-
-    return make
-
-
-def normal(*shape):
-    return torch.randn(shape).bfloat16()
-
-
-def prefill(module, **more):
-    q, k, v = normal(1, 64, 2, 64), normal(1, 64, 1, 64), normal(1, 64, 1, 64)
-    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), **more}
-    module.prefill(**tensors, causal=True)
-    return tensors
-
-
-def prefill_with_sinks(module):
-    return prefill(module, sinks=normal(2))
-
-
-def decode(module, **more):
-    q = normal(2, 1, 4, 64)
-    caches = {"k_cache": normal(2, 4096, 2, 64), "v_cache": normal(2, 4096, 2, 64)}
-    tensors = {"q": q, **caches, "cache_seqlens": LENGTHS.clone(), "out": torch.empty_like(q)}
-    module.decode(**{**tensors, **more})
-    return {**tensors, **more}
-
-
-def append(module):
-    caches = {name: torch.zeros(3, 4, 2, 32, dtype=torch.float8_e4m3fn) for name in ("k_c", "v_c")}
-    tensors = {"k": normal(2, 2, 32), "v": normal(2, 2, 32), **caches, "slots": torch.arange(2)}
-    module.append_kv(*tensors.values(), k_scale=0.5, v_scale=0.25)
-    return tensors
-
-
-def told(launched, tensors):
-    """The launches with names in place of where the call's tensors lie."""
-    names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
-
-    def name(argument):
-        if isinstance(argument, TensorMap):
-            return argument._replace(pointer=names[argument.pointer])
-        is_place = type(argument) is int and argument > 2**32
-        return names.get(argument, "workspace") if is_place else argument
-
-    return [each._replace(parameters=[*map(name, each.parameters)]) for each in launched]
-
-
-@pytest.mark.parametrize("call", [prefill, prefill_with_sinks, decode, append])
+@pytest.mark.parametrize("call", [prefill, prefill_with_sinks, packed, decode, append])
 def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, monkeypatch):
     plain, module = new_module(), new_module()
     monkeypatch.setattr(plain, "bind_recipe", lambda *_: None)
@@ -119,14 +32,7 @@ def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, 
     assert len(expected) == (2 if call is decode else 1)
 
 
-@pytest.fixture
-def bound(driver, new_module):
-    """A module that was called, so that prefill(module) is a bound launch."""
-    module = new_module()
-    prefill(module)
-    prefill(module)
-    driver.launched.clear()
-    return module
+each_way = pytest.mark.parametrize("bound", ["recalled", "by its form"], indirect=True)
 
 
 def launches_by_triton(module, call, monkeypatch):
@@ -141,6 +47,7 @@ def unaligned(tensor):
     return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
 
 
+@each_way
 def test_bound_calls_are_counted_and_explained(bound):
     tensors = prefill(bound)
     before = sum(bound.coverage().values())
@@ -164,12 +71,14 @@ def test_checking_looks_at_the_device_before_a_bound_launch_too(driver, new_modu
     assert driver.launched == []
 
 
+@each_way
 def test_a_bound_launch_goes_to_the_current_stream(bound, driver):
     for driver.stream in (5, 6):
         prefill(bound)
     assert [launch.stream for launch in driver.launched] == [5, 6]
 
 
+@each_way
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
 def test_a_tensor_that_is_not_aligned_as_it_was_is_launched_by_triton(bound, name, monkeypatch):
     tensor = unaligned(prefill(bound)[name])
@@ -185,6 +94,7 @@ def test_a_tensor_that_is_not_aligned_as_it_was_is_launched_by_triton(bound, nam
 
 def test_a_workspace_that_is_not_aligned_is_launched_by_triton(driver, new_module, monkeypatch):
     module = new_module()
+    monkeypatch.setattr(module, "recall_module", lambda: None)
     decode(module)
     assert not launches_by_triton(module, lambda: decode(module), monkeypatch)
     empty = torch.empty
@@ -208,7 +118,8 @@ def test_workspaces_that_share_an_allocation_do_not_overlap(driver, new_module):
         assert offset % 16 == 0 and offset + size <= end
 
 
-def test_a_listener_debugging_or_another_device_is_launched_by_triton(bound, monkeypatch):
+@each_way
+def test_a_listener_debugging_or_another_device_is_launched_by_triton(bound, driver, monkeypatch):
     def call():
         prefill(bound)
 
@@ -226,6 +137,7 @@ def test_a_listener_debugging_or_another_device_is_launched_by_triton(bound, mon
         assert launches_by_triton(bound, call, monkeypatch)
     assert not launches_by_triton(bound, call, monkeypatch)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    monkeypatch.setattr(driver, "current_context", 6)
     assert launches_by_triton(bound, call, monkeypatch)
 
 
@@ -261,11 +173,13 @@ def test_what_is_not_known_is_not_bound(bound, unknown, monkeypatch):
 
 def test_tensors_of_another_form_are_not_taken_for_the_last_calls(bound):
     """Each of what triton compiles for, and of what a plan reads, is told apart."""
-    (key,) = bound._repeats
+    (call,) = bound._remembered.values()
     tensors = prefill(bound)
+    arguments = signature(bound.prefill).parameters
 
     def is_repeat(**changes):
-        return bound.repeated(key, tuple({**tensors, **changes}.values())) is not None
+        given = {**tensors, "causal": True, **changes}
+        return call.matches(tuple(given.get(n, each.default) for n, each in arguments.items()))
 
     q, k = tensors["q"], tensors["k"]
     assert is_repeat() and is_repeat(q=torch.empty_like(q))
@@ -279,7 +193,7 @@ def test_tensors_of_another_form_are_not_taken_for_the_last_calls(bound):
 
 
 def test_other_values_and_other_tensors_given_are_another_key(bound):
-    assert len(bound._repeats) == 1
+    assert len(bound._remembered) == 1
     tensors = prefill(bound)
     out, mask = tensors.pop("out"), {"causal": True}
     for other in (
@@ -298,7 +212,7 @@ def test_other_values_and_other_tensors_given_are_another_key(bound):
         bound.prefill(**tensors, **other, out=out)
     bound.prefill(**tensors, causal=True)
     bound.prefill(**tensors, causal=True)
-    assert len(bound._repeats) == 12
+    assert len(bound._remembered) == 12
 
 
 def test_a_call_in_inference_mode_is_bound_too(bound, monkeypatch):
@@ -331,13 +245,15 @@ def test_a_map_is_encoded_once_for_an_address(bound, driver, monkeypatch):
     assert maps[:3] == [others[name].data_ptr() for name in ("q", "k", "v")]
 
 
-def test_a_thread_without_a_context_is_launched_by_triton(bound, monkeypatch):
-    monkeypatch.setattr(bound, "cuda_launcher", lambda: lambda *_: 201)
+@each_way
+def test_a_thread_without_a_context_is_launched_by_triton(bound, driver, monkeypatch):
+    monkeypatch.setattr(driver, "error", 201)
     assert launches_by_triton(bound, lambda: prefill(bound), monkeypatch)
 
 
-def test_an_error_of_cuda_is_raised(bound, monkeypatch):
-    monkeypatch.setattr(bound, "cuda_launcher", lambda: lambda *_: 719)
+@each_way
+def test_an_error_of_cuda_is_raised(bound, driver, monkeypatch):
+    monkeypatch.setattr(driver, "error", 719)
     with pytest.raises(RuntimeError, match="CUDA error 719"):
         prefill(bound)
 

@@ -5,7 +5,7 @@ import pytest
 from autoflash.families import FAMILIES, family_of, sample
 from autoflash.gpu import known
 from autoflash.inputs import make_inputs
-from autoflash.kernel import _compile_only, load, new_outputs, plan_of
+from autoflash.kernel import compile_only, load, new_outputs, plan_of
 from autoflash.problem import Problem
 from autoflash.render import render
 from autoflash.runtime.capture import CaptureError, is_loaded, refuse_unloaded
@@ -30,7 +30,7 @@ def capturing(monkeypatch):
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 @pytest.mark.usefixtures("capturing")
 def test_a_plan_is_refused_until_every_kernel_of_it_is_loaded(op):  # case B21
-    _compile_only(H200)
+    compile_only(H200)
     module = load(render(family_of(op).variant(sample(op))))  # kernels that nothing compiled yet
     problem = Problem(op, "bf16", 2, 8, 2, 64, 128 if op == "prefill" else 1, 4096)
     launches = plan(problem, module)
@@ -55,7 +55,7 @@ def test_outside_a_capture_nothing_is_asked(monkeypatch):
 
 @pytest.mark.usefixtures("capturing")
 def test_a_triton_that_keeps_its_kernels_elsewhere_is_left_to_cuda(monkeypatch):
-    _compile_only(H200)
+    compile_only(H200)
     module = load(render(family_of("prefill").variant(sample("prefill"))))
     launches = plan(Problem("prefill", "bf16", 1, 2, 2, 64, 64, 64), module)
     monkeypatch.delattr("triton.runtime.jit.compute_cache_key")

@@ -133,7 +133,7 @@ def check_bound(gpu: Gpu, p: Problem, chosen: Config) -> None:
 def test_tables_and_lengths_of_64_bits_compile(schedule: str, arch: str) -> None:
     gpu, p = TARGETS[arch], problem("bf16", 128, lengths="ragged")
     default = Config.of("decode", {**FAMILY.default(p, gpu).as_dict(), "SCHEDULE": schedule})
-    kernel._compile_only(gpu)
+    kernel.compile_only(gpu)
     _, module = kernel._loaded(FAMILY.variant(p), arch)
     inputs = make_inputs(p, device="meta", poison=False)
     assert inputs.cache_seqlens is not None and inputs.block_table is not None

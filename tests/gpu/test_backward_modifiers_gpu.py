@@ -200,7 +200,7 @@ def test_autograd_of_the_exported_module_is_right_and_repeats_its_bits(module, k
     p, given = inputs.problem, (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
     q, k, v, bias, sinks = (None if t is None else t.detach().requires_grad_() for t in given)
     wanted = [t for t in (q, k, v, bias, sinks) if t is not None]
-    modifiers = inputs.modifiers._replace(bias=bias, sinks=sinks)._asdict()
+    modifiers = inputs.modifiers._replace(bias=bias, sinks=sinks).of_prefill
     call = {**modifiers, "causal": p.causal, "layout": p.layout, "return_lse": True}
     runs = []
     for deterministic in (False, False, True):

@@ -67,6 +67,17 @@ def prefill(head_dim, seqlen_q=512, seqlen_k=512, **more):
     return "prefill", make
 
 
+def packed(**more):
+    def make():
+        starts = torch.tensor([0, 30, 530, 1000], device="cuda", dtype=torch.int32)
+        q, k, v = normal(1000, 8, 128), normal(1000, 2, 128), normal(1000, 2, 128)
+        both = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        sizes = {"max_seqlen_q": 500, "max_seqlen_k": 500, "layout": "thd"}
+        return {"q": q, "k": k, "v": v, "causal": True, **both, **sizes, **more}
+
+    return "prefill", make
+
+
 def decode(batch, keys, paged=True, **more):
     def make():
         q = normal(batch, 32, 128)
@@ -91,6 +102,7 @@ CALLS = [
     prefill(128, 77, 300),
     prefill(128, window=(63, 0)),
     prefill(64, softcap=20.0),
+    packed(return_lse=True),
     decode(8, 1024),
     decode(1, 32768),
     decode(3, 777, paged=False),
@@ -113,7 +125,7 @@ def test_bound_launches_give_the_bits_of_tritons_own(function, make, module, pla
         call = make()
         assert equal(results(module, function, call), results(plain, function, call)), number
     assert [served.bound is not None for served in module._served.values()] == [True]
-    assert len(module._repeats) == 1
+    assert len(module._remembered) == 1
 
 
 def test_appending_is_bound_too(module, plain):

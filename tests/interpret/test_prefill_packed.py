@@ -188,7 +188,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 
 def call(module: ModuleType, inputs: Inputs, **changed: Any) -> Any:
-    packing = dict(zip(Modifiers._fields[5:], inputs.modifiers[5:], strict=True))
+    packing = dict(zip(Modifiers._fields[5:9], inputs.modifiers[5:9], strict=True))
     arguments = {"causal": inputs.problem.causal, "return_lse": True, **packing, **changed}
     return module.prefill(inputs.q, inputs.k, inputs.v, **arguments)
 

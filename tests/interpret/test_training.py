@@ -154,7 +154,7 @@ def with_modifiers(module, inputs: Inputs, **call):
     """The gradients of q, k and v, and those of bias and sinks, None where there are none."""
     p, tensors, given = inputs.problem, leaves(inputs), (inputs.bias, inputs.sinks)
     asked = [None if t is None else t.detach().requires_grad_() for t in given]
-    modifiers = inputs.modifiers._replace(bias=asked[0], sinks=asked[1])._asdict()
+    modifiers = inputs.modifiers._replace(bias=asked[0], sinks=asked[1]).of_prefill
     call = {**modifiers, "causal": p.causal, "layout": p.layout, "return_lse": True, **call}
     results, incoming = module.prefill(*tensors, **call), (inputs.dout, inputs.dlse)
     if inputs.dlse is None:

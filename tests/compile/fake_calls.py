@@ -1,0 +1,59 @@
+"""Small calls of an exported module, and what their launches were told, by names."""
+
+import torch
+from fake_launches import TensorMap
+
+LENGTHS = torch.tensor([900, 70], dtype=torch.int32)
+
+
+def normal(*shape):
+    return torch.randn(shape).bfloat16()
+
+
+def prefill(module, **more):
+    q, k, v = normal(1, 64, 2, 64), normal(1, 64, 1, 64), normal(1, 64, 1, 64)
+    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), **more}
+    module.prefill(**tensors, causal=True)
+    return tensors
+
+
+def prefill_with_sinks(module):
+    return prefill(module, sinks=normal(2))
+
+
+def packed(module, **more):
+    q, k, v = normal(70, 2, 64), normal(70, 1, 64), normal(70, 1, 64)
+    starts = torch.tensor([0, 30, 70], dtype=torch.int32)
+    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "cu_seqlens_q": starts}
+    tensors |= {"cu_seqlens_k": starts, **more}
+    sizes = {"max_seqlen_q": 40, "max_seqlen_k": 40, "layout": "thd"}
+    module.prefill(**tensors, **sizes, causal=True)
+    return tensors
+
+
+def decode(module, **more):
+    q = normal(2, 1, 4, 64)
+    caches = {"k_cache": normal(2, 4096, 2, 64), "v_cache": normal(2, 4096, 2, 64)}
+    tensors = {"q": q, **caches, "cache_seqlens": LENGTHS.clone(), "out": torch.empty_like(q)}
+    module.decode(**{**tensors, **more})
+    return {**tensors, **more}
+
+
+def append(module):
+    caches = {name: torch.zeros(3, 4, 2, 32, dtype=torch.float8_e4m3fn) for name in ("k_c", "v_c")}
+    tensors = {"k": normal(2, 2, 32), "v": normal(2, 2, 32), **caches, "slots": torch.arange(2)}
+    module.append_kv(*tensors.values(), k_scale=0.5, v_scale=0.25)
+    return tensors
+
+
+def told(launched, tensors):
+    """The launches with names in place of where the call's tensors lie."""
+    names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
+
+    def name(argument):
+        if isinstance(argument, TensorMap):
+            return argument._replace(pointer=names[argument.pointer])
+        is_place = type(argument) is int and argument > 2**32
+        return names.get(argument, "workspace") if is_place else argument
+
+    return [each._replace(parameters=[*map(name, each.parameters)]) for each in launched]

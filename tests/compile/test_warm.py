@@ -1,0 +1,83 @@
+"""What warmup() compiles is what calls like the tuned ones launch."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from autoflash.export import export
+from autoflash.families import family_of
+from autoflash.inputs import make_inputs
+from autoflash.kernel import load, new_results, plan_of
+from autoflash.problem import Problem
+from autoflash.render import render
+from autoflash.runtime.match import match_key, match_sizes
+from autoflash.store import shipped_winners
+
+
+@pytest.fixture(scope="module")
+def exported():
+    return export(shipped_winners())
+
+
+@pytest.fixture(scope="module")
+def module(exported, tmp_path_factory):
+    path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
+    path.write_text(exported.text)
+    spec = importlib.util.spec_from_file_location("warm_dispatch", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def tuned(module, exported):
+    """Each row of the tables with what it was made of."""
+    rows = [row for table in module.installed().tables.gpus for row in table.rows]
+    made_of = sorted(exported.rows, key=lambda each: (each.gpu.slug, each.problem))
+    return zip(rows, made_of, strict=True)
+
+
+def test_rows_are_read_as_the_problems_that_they_were_made_of(module, exported):
+    for row, made_of in tuned(module, exported):
+        ours = Problem(**vars(module.tuned_problem(row)))
+        theirs = made_of.problem
+        assert (match_key(ours), match_sizes(ours)) == (match_key(theirs), match_sizes(theirs))
+        assert (ours.batch, ours.num_heads) == (theirs.batch, theirs.num_heads)
+        assert (ours.window, ours.varlen) == (theirs.window, theirs.varlen)
+
+
+def described(plan):
+    """A plan's launches, with what a kernel is compiled for in place of its tensors."""
+
+    def told(argument):
+        argument = getattr(argument, "base", argument)
+        if isinstance(argument, torch.Tensor):
+            return argument.dtype
+        return argument
+
+    return [
+        (kernel.__name__, grid, [told(each) for each in arguments], options)
+        for kernel, grid, arguments, options in plan
+    ]
+
+
+def test_the_plans_are_those_that_were_measured(module, exported):
+    seen = {}
+    for row, made_of in tuned(module, exported):
+        p, gpu = made_of.problem, made_of.gpu
+        kind = (p.op, p.switches, p.dtype, p.kv_dtype, p.layout, p.kv_layout, p.head_dim)
+        if (
+            kind in seen or p.alibi or p.varlen
+        ):  # of slopes and lengths that inputs choose otherwise
+            continue
+        seen[kind] = p
+        (device,) = {table.device for table in module.installed().tables.gpus if row in table.rows}
+        inputs = make_inputs(p, device="meta", poison=False)
+        out, lse = new_results(inputs)
+        own = load(render(family_of(made_of.config.family).variant(p)))
+        expected = plan_of(own, inputs, out, lse, gpu, made_of.config)
+        ours = module._warm_plan(module.tuned_problem(row), device, with_lse=True)
+        assert described(ours) == described(expected), p
+    assert {op for op, *_ in seen} >= {"prefill", "decode"}
