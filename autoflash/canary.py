@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autoflash.inputs import Inputs
+from autoflash.runtime.masks import BlockLists
 
 MARGIN = 4096  # bytes before and after; keeps the alignment that the allocator gives
 # NaN in every float format, though none that arithmetic gives, and -1 in every integer's
@@ -60,6 +61,10 @@ class Canaries:
     def inputs(self, inputs: Inputs) -> Inputs:
         """The inputs of a call, all of them copied."""
         copies = {name: self.copied(name, tensor) for name, tensor in tensors_of(inputs).items()}
+        if inputs.block_mask is not None:
+            names = [name for name in BlockLists._fields if name in copies]
+            lists = inputs.block_mask._replace(**{name: copies.pop(name) for name in names})
+            return replace(inputs, block_mask=lists, **copies)
         return replace(inputs, **copies)
 
     def trespass(self) -> str | None:
@@ -81,8 +86,10 @@ def tensors_of(inputs: Inputs) -> dict[str, torch.Tensor]:
     """The tensors of a call by name, those that there are."""
     names = ("q", "k", "v", "cache_seqlens", "block_table", "k_scale", "v_scale")
     names += ("page_positions", "alibi_slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k")
-    names += ("out", "lse", "dout", "dlse")
+    names += ("out", "lse", "dout", "dlse", "document_ids", "prefix_lens")
     found = {name: getattr(inputs, name) for name in names}
+    if inputs.block_mask is not None:
+        found |= dict(zip(BlockLists._fields, inputs.block_mask.tensors, strict=False))
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 

@@ -33,6 +33,7 @@ from autoflash.runtime.launch import Launch, run_plan
 SAMPLED_ROWS = 64
 WHOLE_TILES = 384  # rows or keys: whole tiles of 64, 128 and 192
 NARROW = 70  # keys on a side of a window: more than one tile and less than two
+MIXED = 40  # percent of the blocks, of the keys of a document or a prefix
 REPEATS = 3  # runs at the real size that must agree bit by bit
 
 
@@ -118,9 +119,10 @@ def _packed(problem: Problem, lengths: Sequence[tuple[int, int]]) -> Problem:
 
 
 def _narrow(problem: Problem) -> Problem:
-    """The same with a window that hides keys of short sequences too."""
+    """The same with a window, and masks, that hide some keys of short sequences too."""
     left, right = (min(side, NARROW) for side in (problem.window_left, problem.window_right))
-    return replace(problem, window_left=left, window_right=right)
+    density = MIXED if problem.density else 0
+    return replace(problem, window_left=left, window_right=right, density=density)
 
 
 def _ending_alike(problem: Problem) -> Problem:

@@ -210,7 +210,8 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
     used = {row.config.family for row in rows}
     # of each op the family whose default serves what no row does; a backward where one was tuned
     names = _names(
-        used | {"prefill", "decode", "decode_latent"} | {FAMILIES[name].op for name in used}
+        used | {"prefill", "decode", "decode_latent"} | {FAMILIES[name].op for name in used},
+        rows,
     )
     texts = {render(variant).name: render(variant).text for variant in names.values()}
     triton_of = {(w.gpu, w.decision.problem): w.toolchain.triton for w in winners}
@@ -239,12 +240,19 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
     return "\n".join(lines)
 
 
-def _names(families: Iterable[str]) -> dict[tuple[str, ...], Variant]:
-    """Every variant of the families and of what is not tuned, by name and switches that are on."""
+def _names(
+    families: Iterable[str], rows: Sequence[ExportedProblem]
+) -> dict[tuple[str, ...], Variant]:
+    """Every variant of the families and of what is not tuned, by name and switches that are on.
+
+    Masks with modifiers, and custom ones, are those of the rows. Of these the portable family has
+    each too: its default serves where no row's config can.
+    """
+    masked = [("prefill", row.problem) for row in rows if row.problem.masks]
+    every = [(name, problem) for name in sorted(families) for problem in samples(FAMILIES[name])]
     tuned = {
         (name, *problem.switches): FAMILIES[name].variant(problem)
-        for name in sorted(families)
-        for problem in samples(FAMILIES[name])
+        for name, problem in [*every, *masked]
     }
     return tuned | {(each.family, *each.switches): each for each in untuned_variants().values()}
 

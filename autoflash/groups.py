@@ -91,4 +91,5 @@ def _kernels_of(problem: Problem) -> Problem:
         pages="",
         window_left=min(p.window_left, 0),  # bounded or not
         window_right=min(p.window_right, 1),  # 0 would be causal
+        density=min(p.density, 1),
     )

@@ -9,8 +9,10 @@ import torch
 from autoflash.forward import forward
 from autoflash.problem import Problem
 from autoflash.quantised import QUANTISED_DTYPES, dequantised, quantised, spoil
+from autoflash.runtime.masks import BlockLists
 from autoflash.runtime.modifiers import Modifiers
 from autoflash.runtime.problem import CHOSEN
+from autoflash.structures import masks_of
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_TORCH_DTYPES = {**TORCH_DTYPES, **QUANTISED_DTYPES}
@@ -34,6 +36,7 @@ class Inputs:
     tells which of its sequence's pages each entry of the table is, -1 none.
     Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
     head_dim), and cu_seqlens_q and cu_seqlens_k (batch + 1,) int32 say where each begins.
+    `document_ids` are int32 (batch, seqlen_k), `prefix_lens` int32 (batch,).
 
     Backward: beside those of prefill its `out` and `lse`, fp32 of `lse_shape`, and the gradients
     `dout` and, where lse has one, `dlse`.
@@ -58,6 +61,9 @@ class Inputs:
     lse: torch.Tensor | None = None
     dout: torch.Tensor | None = None
     dlse: torch.Tensor | None = None
+    block_mask: BlockLists | None = None
+    document_ids: torch.Tensor | None = None
+    prefix_lens: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.problem.latent:  # wherever k comes from
@@ -67,9 +73,21 @@ class Inputs:
     def modifiers(self) -> Modifiers:
         """As prefill() and decode() take them."""
         p = self.problem
-        given = Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
         if p.op == "decode":
+            given = Modifiers(p.window, self.softcap, self.alibi_slopes, None, self.sinks)
             return given._replace(page_positions=self.page_positions)
+        given = Modifiers(
+            p.window,
+            self.softcap,
+            self.alibi_slopes,
+            self.bias,
+            self.sinks,
+            block_mask=self.block_mask,
+            document_ids=self.document_ids,
+            prefix_lens=self.prefix_lens,
+            mask=p.mask or None,
+            density=p.density or None,
+        )
         if not p.varlen:
             return given
         return given._replace(
@@ -264,7 +282,8 @@ def make_inputs(
         q = tensor(p.seqlen_q, p.num_heads, p.head_dim)
         k = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim)
         v = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim_v)
-        return completed(Inputs(p, q, k, v, **_modifiers(p, normal, device)))
+        masks = masks_of(p, device, seed, poison)
+        return completed(Inputs(p, q, k, v, **_modifiers(p, normal, device), **masks))
     q = normal(p.batch, p.seqlen_q, p.num_heads, p.head_dim)
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))
     block_table, places = None, None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from autoflash.check import NARROW
+from autoflash.check import MIXED, NARROW
 from autoflash.config import Config
 from autoflash.families import sample
 from autoflash.gradient_probes import GRADIENT_PROBES
@@ -22,6 +22,13 @@ RATIOS = ((28, 4), (6, 1), (15, 5), (71, 1), (4, 4))  # query heads and KV heads
 PAGE_SIZES = (1, 3, 16, 48, 64, 480)
 NEAR = (-1, 0, 1)  # on both sides of a size and at it
 ALIKE = ("lse", "strides", "addresses")  # clauses that one kind of an op answers for all
+MASKS = (  # beyond windows
+    {"masked_by": "blocks", "mask_block_q": 128, "mask_block_k": 128},
+    {"masked_by": "blocks", "mask_block_q": 64, "mask_block_k": 192, "causal": True},
+    {"masked_by": "documents"},
+    {"masked_by": "documents", "causal": True},
+    {"masked_by": "prefix", "causal": True},
+)
 MANY = 65_537  # one more than two of a grid's axes hold
 
 
@@ -60,7 +67,9 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
     The small list has each switch once, and each type.
     """
     if op == "backward":
-        return [replace(kind, op="backward") for kind in kinds_of("prefill", small)]
+        served = [k for k in kinds_of("prefill", small) if not k.masks]
+        served = [kind for kind in served if kind.head_dim_v == kind.head_dim]
+        return [replace(kind, op="backward") for kind in served]
     if op == "prefill":
         return _few_prefills() if small else list(dict.fromkeys(_all_prefills()))
     return _few_decodes() if small else list(dict.fromkeys(_all_decodes()))
@@ -72,7 +81,9 @@ def kind_of(problem: Problem) -> Problem:
     kv_heads = min(p.num_kv_heads, 2)
     heads = {"batch": 2, "num_heads": kv_heads * p.group_size, "num_kv_heads": kv_heads}
     left, right = (min(side, NARROW) for side in (p.window_left, p.window_right))
-    alike = replace(p, **heads, lengths="equal", window_left=left, window_right=right)
+    density = MIXED if p.density else 0
+    sizes = {"window_left": left, "window_right": right, "density": density}
+    alike = replace(p, **heads, lengths="equal", **sizes)
     return as_long_as(alike, 1)
 
 
@@ -123,6 +134,10 @@ def _few_prefills() -> list[Problem]:
         kind(dtype="fp16", window_left=16, alibi=True),
         kind(causal=True, window_left=16, bias=True),
         kind(layout="thd", causal=True),
+        kind(24, head_dim_v=40, causal=True),
+        kind(masked_by="blocks", density=MIXED, mask_block_q=32, mask_block_k=64),
+        kind(masked_by="documents", density=MIXED, causal=True),
+        kind(masked_by="prefix", density=MIXED, causal=True),
     ]
 
 
@@ -159,6 +174,12 @@ def _all_prefills() -> Iterator[Problem]:
         yield _like(plain, num_heads=heads, num_kv_heads=kv_heads)
     for causal in on_off:
         yield _like(plain, layout="bhsd", causal=causal)
+        for head_dim, head_dim_v in ((192, 128), (64, 96), (40, 256)):
+            yield _like(plain, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)
+    for mask, added in product(MASKS, ({}, {"softcap": True, "sinks": True}, {"alibi": True})):
+        yield _like(wide, density=MIXED, **mask, **added)
+    for dtype in DTYPES:
+        yield _like(plain, dtype=dtype, head_dim=40, layout="bhsd", density=MIXED, **MASKS[0])
     for mask in ({}, {"causal": True}, {"window_left": 16}):
         for softcap, sinks, alibi in product(on_off, on_off, on_off):
             fields = {"softcap": softcap, "sinks": sinks, "alibi": alibi}
@@ -230,7 +251,7 @@ def _prefill_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator
             yield case(counted, 40 if small else t + 9, t + 9, window_left=left)
         for right in () if small or kind.causal else (1, t - 1, t, t + 1):
             yield case(counted, t + 9, t + 9, window_right=right)
-    if kind.causal or kind.windowed:
+    if kind.causal or kind.windowed or kind.masks:
         yield case("hidden keys change no bit", t // 2, t + 9)
         yield case("rows without keys", t // 2 + 9, t // 4 + 1)
     yield case("rows without keys", 17, 0)

@@ -16,8 +16,8 @@ from autoflash.check import picked, sample_rows
 from autoflash.inputs import POISON_PAGE, Inputs
 from autoflash.problem import Problem
 from autoflash.quantised import spoil
-from autoflash.reference import visible
 from autoflash.subjects import Subject
+from autoflash.visibility import seen_keys
 
 Make = Callable[..., Inputs]
 
@@ -66,10 +66,13 @@ def _hidden_keys_change_no_bit(subject: Subject, make: Make) -> str:
     p, rows = inputs.problem, inputs.q.shape[1 if inputs.problem.layout == "bshd" else 2]
     out, lse = subject.run(inputs)
     for i in sorted({0, rows // 2, rows - 1}):
-        hidden = ~visible(p, torch.tensor([i]), p.seqlen_k)[0]
+        row = torch.tensor([i], device=inputs.k.device)
         k, v = (_tokens_first(t, p).clone() for t in (inputs.k, inputs.v))
-        for tensor in (k, v):
-            tensor[:, hidden] *= LOUD
+        for b in range(p.batch):
+            every = range(p.num_heads)
+            hidden = ~seen_keys(inputs, b, every, row, p.seqlen_k, p.seqlen_q).any(dim=0)[0]
+            for tensor in (k, v):
+                tensor[b, hidden] *= LOUD
         k, v = (_tokens_first(t, p) for t in (k, v))
         other, other_lse = subject.run(replace(inputs, k=k, v=v))
         assert lse is not None and other_lse is not None

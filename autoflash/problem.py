@@ -2,14 +2,19 @@
 
 from dataclasses import dataclass, fields
 
-from autoflash.runtime.problem import MODIFIERS, PAGES, Problem, ProblemError
+from autoflash.rule import in_triton
+from autoflash.runtime.mask_rule import rule_digest
+from autoflash.runtime.problem import MASKED_BY, MODIFIERS, PAGES, Problem, ProblemError
 
 __all__ = ["Problem", "ProblemError", "Variant", "title"]
 
 
 @dataclass(frozen=True, order=True)
 class Variant:
-    """What is rendered: booleans and enums only. Numbers belong to Config and to arguments."""
+    """What is rendered: booleans and enums only. Numbers belong to Config and to arguments.
+
+    `mask` is a custom mask's expression.
+    """
 
     family: str
     op: str
@@ -19,6 +24,10 @@ class Variant:
     alibi: bool = False
     bias: bool = False
     sinks: bool = False
+    blocks: bool = False  # of keys, listed for each block of queries
+    documents: bool = False
+    prefix: bool = False
+    head_dim_v: bool = False  # v has other channels than q and k
     modified: bool = (
         False  # of decode: what of the above is on is told by arguments that may be None
     )
@@ -27,6 +36,8 @@ class Variant:
     queries: bool = False  # several query tokens a sequence
     quantised: bool = False
     token_scales: bool = False
+    # always text; families fill all switches in from one mapping, whose values are booleans
+    mask: str | bool = ""
 
     @property
     def head_scales(self) -> bool:
@@ -36,7 +47,8 @@ class Variant:
     @property
     def modifiers(self) -> tuple[str, ...]:
         """What its kernels take beside the plain one's arguments."""
-        return tuple(name for name in ("window", *MODIFIERS) if getattr(self, name))
+        names = ("window", *MODIFIERS, *MASKED_BY)
+        return tuple(name for name in names if getattr(self, name))
 
     @property
     def takes_modifiers(self) -> bool:
@@ -71,7 +83,42 @@ class Variant:
     @property
     def has_boundary(self) -> bool:
         """Whether tiles of keys may be seen in part however the lengths fall."""
-        return self.causal or self.window or self.varlen
+        return self.causal or self.window or self.varlen or self.masked_further
+
+    @property
+    def masked_further(self) -> bool:
+        """Whether a key may be hidden by more than its place."""
+        return bool(self.blocks or self.documents or self.prefix or self.mask)
+
+    @property
+    def has_middle(self) -> bool:
+        """Whether whole tiles of keys stand between some that are seen in part."""
+        return self.window or self.documents
+
+    @property
+    def has_no_middle(self) -> bool:
+        """Whether a rule may hide any of those."""
+        return self.has_middle and not self.has_whole_tiles
+
+    @property
+    def has_whole_tiles(self) -> bool:
+        """Whether all rows may see a whole tile of keys, as far as the kernel knows."""
+        return self.blocks or not self.mask
+
+    @property
+    def width_of_values(self) -> str:
+        """What the kernel calls the channels of v."""
+        return "HEAD_DIM_V" if self.head_dim_v else "HEAD_DIM"
+
+    @property
+    def block_of_values(self) -> str:
+        """What it calls the power of two that holds them."""
+        return "BLOCK_DV" if self.head_dim_v else "BLOCK_D"
+
+    @property
+    def mask_rule(self) -> str:
+        """The custom mask as Triton has it."""
+        return in_triton(str(self.mask))
 
     @property
     def merges(self) -> bool:
@@ -90,7 +137,9 @@ class Variant:
 
     @property
     def switches(self) -> tuple[str, ...]:
-        return tuple(switch for switch in SWITCHES if getattr(self, switch))
+        """As a problem has them: those that are on, and the custom mask by its digest."""
+        on = tuple(switch for switch in SWITCHES if getattr(self, switch))
+        return (*on, f"mask_{rule_digest(str(self.mask))}") if self.mask else on
 
 
 SWITCHES = tuple(field.name for field in fields(Variant) if field.type is bool)
@@ -107,6 +156,9 @@ def title(problem: Problem) -> str:
         parts.append(f"{p.seqlen_k} keys")
         parts.append(f"window {p.window_left}, {p.window_right}" if p.windowed else "")
         parts += p.modifiers
+        blocks = f" of {p.mask_block_q} by {p.mask_block_k}" if p.mask_block_q else ""
+        parts.append(f"{p.masked_by}{blocks}, {p.density} %" if p.density else "")
+        parts.append(f"mask {p.mask}" if p.mask else "")
         parts.append(p.layout if p.layout != "bshd" else "")
         parts.append(p.lengths if p.lengths != "equal" else "")
         parts.append("deterministic" if p.deterministic else "")

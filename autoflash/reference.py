@@ -6,9 +6,9 @@ from itertools import groupby
 import torch
 
 from autoflash.inputs import TORCH_DTYPES, Inputs
-from autoflash.mask import visible
 from autoflash.runtime.modifiers import modifiers_of
 from autoflash.scores import changed_scores
+from autoflash.visibility import seen_keys
 
 Row = tuple[int, int, int]  # sequence, query head, query
 ROWS_AT_ONCE = 2048  # bounds the fp64 score matrix of a long sequence
@@ -122,9 +122,10 @@ def _rows(
     scores = product(q[:, rows], k.transpose(1, 2)) * scale
     modifiers = modifiers_of(problem, inputs.modifiers)
     scores = changed_scores(modifiers, b, heads, rows, queries, k.shape[1], scores)
-    seen = visible(problem, rows, k.shape[1], queries)
+    every_head = range(*heads.indices(problem.num_heads))
+    seen = seen_keys(inputs, b, every_head, rows, k.shape[1], queries)
     if inputs.page_positions is not None:
-        seen &= inputs.chosen(b, k.shape[1])
+        seen = seen & inputs.chosen(b, k.shape[1])
     scores = scores.masked_fill(~seen, float("-inf"))
     if inputs.sinks is not None:  # a key that all see and whose v is 0
         sink = inputs.sinks[heads, None, None].to(scores.dtype)

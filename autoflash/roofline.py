@@ -6,6 +6,7 @@ from autoflash.gpu import Gpu
 from autoflash.inputs import packed_lengths, sequence_lengths, shared_tokens
 from autoflash.problem import Problem
 from autoflash.runtime.problem import CHOSEN, DTYPE_BYTES
+from autoflash.structures import document_lengths
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,28 @@ class Floor:
 
 
 def visible_pairs(problem: Problem) -> int:
-    """Query-key pairs that are visible, summed over the batch, for one head."""
+    """Query-key pairs that are visible, summed over the batch, for one head.
+
+    Of blocks as many as their density says, and of a custom mask all that it could show.
+    """
+    p = problem
+    if p.masked_by == "documents" and p.seqlen_q == p.seqlen_k:
+        every = [keys for lengths in document_lengths(p) for keys in lengths]
+        return _pairs_in(p, every, every)
+    if p.masked_by == "blocks":
+        return max(1, p.batch * p.seqlen_q * p.seqlen_k * p.density // 100)
+    pairs = _pairs_in(p, *_lengths(p))
+    if p.masked_by == "prefix":  # what causal hides of it
+        prefix, position = p.seqlen_k * p.density // 100, p.seqlen_k - p.seqlen_q
+        pairs += p.batch * (p.seqlen_q * prefix - _clamped_sum(position + 1, p.seqlen_q, prefix))
+    return pairs
+
+
+def _pairs_in(problem: Problem, every_q: list[int], every_k: list[int]) -> int:
+    """The same of sequences of these lengths, under causal and windows alone."""
     left, right = problem.window
     total = 0
-    for rows, keys in zip(*_lengths(problem), strict=True):
+    for rows, keys in zip(every_q, every_k, strict=True):
         position = keys - rows  # of the first query
         end = _clamped_sum(position + right + 1, rows, keys) if right >= 0 else rows * keys
         total += end - (_clamped_sum(position - left, rows, keys) if left >= 0 else 0)

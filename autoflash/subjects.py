@@ -203,6 +203,7 @@ def _tuned_problem(key: tuple[Any, ...], sizes: Any) -> Problem:
         pages=PAGES[sizes.pages] if sizes.page_size else "",
         window_left=left,
         window_right=right,
+        density=sizes.density,
     )
 
 

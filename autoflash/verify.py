@@ -86,7 +86,9 @@ def of_module(
     light = [problem for problem in forward if cache_bytes(problem) <= TUNED_BYTES]
     units += [Unit(path, (Case("some rows at a tuned size", each),)) for each in light]
     for op in ("backward",) if backward else ("prefill", "decode"):
-        for number, kind in enumerate(kinds_of(op, small)):
+        # masks beyond windows meet modifiers only where such a problem was tuned
+        kinds = [kind for kind in kinds_of(op, small) if not (kind.masks and kind.modifiers)]
+        for number, kind in enumerate(kinds):
             cases = cases_of(kind, tiles, small, brief=small and number > 0)
             units.append(Unit(path, tuple(cases)))
         units += [] if small else [Unit(path, tuple(far_cases_of(op)))]

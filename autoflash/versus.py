@@ -174,6 +174,7 @@ def _inputs(problem: Problem, gpu: Gpu, device: str) -> list[Inputs]:
 
 def _refuse_what_adapters_lack(problem: Problem) -> None:
     lacking = [*(["windows"] if problem.windowed else []), *problem.modifiers]
+    lacking += [{"mask": "custom mask"}.get(name, name) for name in problem.masks]
     lacking += ["packed sequences"] if problem.varlen else []
     lacking += ["chosen pages"] if problem.pages == CHOSEN else []
     lacking += ["latent attention"] if problem.latent else []

@@ -28,13 +28,14 @@ from pydantic_core import CoreSchema, ErrorDetails
 
 from autoflash.errors import WorkloadError
 from autoflash.problem import Problem, ProblemError
-from autoflash.runtime.problem import reached_window
+from autoflash.runtime.problem import UNTOLD_DENSITY, reached_window
 
 MAX_FILE_BYTES = 1 << 20
 MAX_PROBLEMS = 4096
 MAX_MISTAKES = 20  # of a file that is something else entirely, the first lines are enough
 INT32_MAX = 2**31 - 1  # lengths and counts are int32 on the device
 ENTRY_ONLY = ("weight", "training")  # what is not a problem's field, and no list
+MASK_BLOCK = 128  # queries and keys of a block of torch's BlockMask, unless it is told another
 SHARED_KEYS = ("num_heads", "num_kv_heads", "head_dim", "dtype")
 
 Item = TypeVar("Item")
@@ -87,6 +88,8 @@ OneOrMany = Annotated[
 Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
 NotNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Side = Annotated[int, Field(ge=-1, le=INT32_MAX)]  # of a window; -1 is unbounded
+Percent = Annotated[int, Field(ge=1, le=100)]
+Text = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Dtype = Literal["bf16", "fp16", "fp32"]
 KvDtype = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8"]
@@ -124,6 +127,12 @@ class PrefillEntry(Model):
     alibi: OneOrMany[bool] = Field(default=[False])
     bias: OneOrMany[bool] = Field(default=[False])
     sinks: OneOrMany[bool] = Field(default=[False])
+    head_dim_v: OneOrMany[Positive] = Field(default_factory=list)
+    mask: OneOrMany[Text] = Field(default_factory=list)
+    masked_by: OneOrMany[Literal["blocks", "documents", "prefix"]] = Field(default_factory=list)
+    density: OneOrMany[Percent] = Field(default_factory=list)
+    mask_block_q: OneOrMany[Positive] = Field(default_factory=list)
+    mask_block_k: OneOrMany[Positive] = Field(default_factory=list)
     deterministic: OneOrMany[bool] = Field(default=[False])
     training: bool = False
     weight: Weight = 1.0
@@ -221,6 +230,11 @@ def _problems(op: str, values: dict[str, list[Any]]) -> Iterator[Problem]:
     for choice in product(*values.values()):
         fields = dict(zip(values, choice, strict=True))
         fields.setdefault("seqlen_k", fields["seqlen_q"])
+        if "masked_by" in fields:
+            fields.setdefault("density", UNTOLD_DENSITY)
+        if fields.get("masked_by") == "blocks":
+            for size in ("mask_block_q", "mask_block_k"):
+                fields.setdefault(size, MASK_BLOCK)
         yield reached_window(Problem(op=op, **fields))
 
 

@@ -28,6 +28,9 @@ ROUNDS, UNTIMED = 41, 3
 PREFILL = Problem("prefill", "bf16", 1, 32, 8, 128, 512, 512)
 DECODE = Problem("decode", "bf16", 8, 32, 8, 128, 1, 1024, page_size=16, lengths="ragged")
 
+# What prefill's operator takes beside: packed sequences, then masks.
+PLAIN = (None, None, None, None, None, None, None, None, 0, 0, None, None, None, None)
+
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
@@ -63,7 +66,7 @@ def prefill_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
     def operator(one: Inputs) -> Call:
         operators = getattr(torch.ops, module.operator_namespace())
         numbers = (True, -1, -1, None, 0.0, "bshd")
-        values = (one.q, one.k, one.v, None, None, None, *numbers, None, None, None, None, False)
+        values = (one.q, one.k, one.v, None, None, None, *numbers, *PLAIN, False, False)
         return functools.partial(operators.prefill.default, *values)
 
     return {"out given": given_out, "direct": direct, "operator": operator}

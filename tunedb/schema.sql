@@ -169,6 +169,26 @@ CREATE TABLE exported_problems (
   PRIMARY KEY (export_id, gpu_id, toolchain_id, problem_id)
 ) STRICT;
 
+CREATE TABLE profiles (
+  gpu_id INTEGER NOT NULL REFERENCES gpus (id),
+  toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+  problem_id INTEGER NOT NULL REFERENCES problems (id),
+  config_id INTEGER NOT NULL REFERENCES configs (id),
+  kernel_id INTEGER NOT NULL REFERENCES kernels (id),
+  kernel TEXT NOT NULL,
+  registers INTEGER NOT NULL,
+  spill_bytes INTEGER NOT NULL,
+  smem_bytes INTEGER NOT NULL,
+  warps INTEGER NOT NULL,
+  programs INTEGER NOT NULL,
+  occupancy_percent REAL NOT NULL,
+  achieved_percent REAL,
+  dram_percent REAL,
+  tensor_percent REAL,
+  profiled_at TEXT NOT NULL,
+  PRIMARY KEY (gpu_id, toolchain_id, problem_id, config_id, kernel_id, kernel, profiled_at)
+) STRICT;
+
 CREATE TABLE problems (
   id INTEGER PRIMARY KEY,
   op TEXT NOT NULL,
@@ -198,11 +218,17 @@ CREATE TABLE problems (
   alibi INTEGER NOT NULL CHECK (alibi IN (0, 1)),
   bias INTEGER NOT NULL CHECK (bias IN (0, 1)),
   sinks INTEGER NOT NULL CHECK (sinks IN (0, 1)),
+  mask TEXT NOT NULL,
+  masked_by TEXT NOT NULL,
+  density INTEGER NOT NULL,
+  mask_block_q INTEGER NOT NULL,
+  mask_block_k INTEGER NOT NULL,
   UNIQUE (
     op, dtype, head_dim, num_heads, num_kv_heads, batch, seqlen_q, seqlen_k, causal, page_size,
     layout, kv_layout, lengths, kv_dtype, out_dtype, acc_dtype, head_dim_v, deterministic,
     batch_invariant, pages, kv_scales, window_left,
-    window_right, softcap, alibi, bias, sinks
+    window_right, softcap, alibi, bias, sinks, mask, masked_by,
+    density, mask_block_q, mask_block_k
   )
 ) STRICT;
 
@@ -232,6 +258,8 @@ SELECT
   problems.pages, problems.kv_scales,
   problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
   problems.sinks,
+  problems.mask, problems.masked_by, problems.density, problems.mask_block_q,
+  problems.mask_block_k,
   winner.family, winner.knobs_json, kernels.digest AS kernel_digest,
   ranked.winner_us, fallback.family AS default_family, fallback.knobs_json AS default_knobs_json,
   ranked.default_us, ranked.margin, ranked.margin_low, ranked.margin_high, ranked.regret,
@@ -275,7 +303,9 @@ SELECT
   problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant,
   problems.pages, problems.kv_scales,
   problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
-  problems.sinks
+  problems.sinks,
+  problems.mask, problems.masked_by, problems.density, problems.mask_block_q,
+  problems.mask_block_k
 FROM best
 JOIN gpus ON gpus.id = best.gpu_id
 JOIN toolchains ON toolchains.id = best.toolchain_id
@@ -306,28 +336,10 @@ SELECT
   problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant,
   problems.pages, problems.kv_scales,
   problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
-  problems.sinks
+  problems.sinks,
+  problems.mask, problems.masked_by, problems.density, problems.mask_block_q,
+  problems.mask_block_k
 FROM timed
 JOIN problems ON problems.id = timed.problem_id
 JOIN configs ON configs.id = timed.config_id
 WHERE timed.before_us IS NULL OR timed.median_us < timed.before_us;
-
-CREATE TABLE profiles (
-  gpu_id INTEGER NOT NULL REFERENCES gpus (id),
-  toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
-  problem_id INTEGER NOT NULL REFERENCES problems (id),
-  config_id INTEGER NOT NULL REFERENCES configs (id),
-  kernel_id INTEGER NOT NULL REFERENCES kernels (id),
-  kernel TEXT NOT NULL,
-  registers INTEGER NOT NULL,
-  spill_bytes INTEGER NOT NULL,
-  smem_bytes INTEGER NOT NULL,
-  warps INTEGER NOT NULL,
-  programs INTEGER NOT NULL,
-  occupancy_percent REAL NOT NULL,
-  achieved_percent REAL,
-  dram_percent REAL,
-  tensor_percent REAL,
-  profiled_at TEXT NOT NULL,
-  PRIMARY KEY (gpu_id, toolchain_id, problem_id, config_id, kernel_id, kernel, profiled_at)
-) STRICT;

@@ -8,7 +8,7 @@ from typing import Any
 from autoflash.config import Config, Knob, grid
 from autoflash.gpu import DEFAULT_TARGET, Gpu, known
 from autoflash.problem import Problem, Variant
-from autoflash.runtime.problem import CHOSEN, MODIFIERS
+from autoflash.runtime.problem import CHOSEN, MASKED_BY, MODIFIERS
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def sample(
     varlen: bool = False,
     kv_scales: str = "",
     window: bool = False,
+    masked_by: str = "",
     latent: bool = False,
     **switches: Any,
 ) -> Problem:
@@ -72,7 +73,6 @@ def sample(
         num_heads=1,
         num_kv_heads=1,
         head_dim=576 if latent else 64,
-        head_dim_v=512 if latent else 64,
         seqlen_q=2 if queries else 1,
         seqlen_k=64,
         page_size=16 if paged else 0,
@@ -80,12 +80,20 @@ def sample(
         kv_dtype="int8" if kv_scales else "",
         kv_scales=kv_scales,
         window_left=16 if window else -1,
-        **{"causal": False, **switches},
+        masked_by=masked_by,
+        density=10 if masked_by else 0,
+        mask_block_q=128 if masked_by == "blocks" else 0,
+        mask_block_k=128 if masked_by == "blocks" else 0,
+        **{"causal": False, "head_dim_v": 512 if latent else 64, **switches},
     )
 
 
 def samples(family: Family) -> list[Problem]:
-    """A small problem for each setting of the switches that the family serves."""
+    """A small problem for each setting of the switches that the family serves.
+
+    Masks beyond windows stand alone and with causal: with the others they would be texts by the
+    hundred, of which each is made where one is tuned. So does a head_dim of v's own.
+    """
     names = ("paged", "queries", "varlen", "causal", "window", *MODIFIERS)
     every = []
     for on in product((False, True), repeat=len(names)):
@@ -95,6 +103,11 @@ def samples(family: Family) -> list[Problem]:
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
         every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []
     every += [replace(each, pages=CHOSEN) for each in every if each.op == "decode" and each.paged]
+    if family.op == "prefill":
+        every += [sample("prefill", causal=True, masked_by=name) for name in MASKED_BY]
+        every += [sample("prefill", causal=causal, head_dim_v=32) for causal in (False, True)]
+        beside = (name for name in MASKED_BY if name != "prefix")  # which is causal beyond it
+        every += [sample("prefill", masked_by=name) for name in beside]
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
 

@@ -3,9 +3,10 @@
 from autoflash.config import Config, Knob
 from autoflash.families.family import Family
 from autoflash.gpu import MIB, Gpu
-from autoflash.problem import Problem, Variant
+from autoflash.problem import SWITCHES, Problem, Variant
 from autoflash.runtime.defaults import prefill_default
 from autoflash.runtime.validity import (
+    prefill_blocks_d,
     prefill_fma_products,
     prefill_refusal,
     prefill_unsupported,
@@ -16,11 +17,13 @@ PARTS = (
     "triton_header.py.jinja",
     "prefill/tiles.py.jinja",
     "prefill/modifiers.py.jinja",
+    "prefill/masks.py.jinja",
     "prefill/attend.py.jinja",
     "prefill/packed.py.jinja",
     "prefill/kernel.py.jinja",
     "prefill/plan.py.jinja",
     "prefill/plan_modified.py.jinja",
+    "prefill/documents.py.jinja",
     "prefill/plan_packed.py.jinja",
 )
 
@@ -42,7 +45,8 @@ MAX_LIVE, MAX_LIVE_FMA = 160, 34
 
 
 def variant(problem: Problem) -> Variant:
-    return Variant("prefill", "prefill", **dict.fromkeys(problem.switches, True))
+    on = {name: True for name in problem.switches if name in SWITCHES}
+    return Variant("prefill", "prefill", mask=problem.mask, **on)
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
@@ -75,16 +79,16 @@ def _hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     fma_products = prefill_fma_products(problem, gpu)
     block_m, block_n, num_warps = (int(config[n]) for n in ("BLOCK_M", "BLOCK_N", "num_warps"))
-    block_d = 1 << (problem.head_dim - 1).bit_length()
+    _, block_dv = prefill_blocks_d(problem)
     if problem.dtype != "fp32" and block_m < USUAL_TILE:
         return f"BLOCK_M {block_m} starves the tensor cores"
     # a tensor-core product of one warp has 16 rows; more warps can only divide wide heads
-    if not fma_products and block_d < 256 and block_m < 16 * num_warps:
+    if not fma_products and block_dv < 256 and block_m < 16 * num_warps:
         return f"{num_warps} warps have no 16 rows each in BLOCK_M {block_m}"
     warpgroups = prefill_warpgroup_products(problem, gpu)
     if config["LOAD"] == "descriptor" and not warpgroups:
         return "tiles from descriptors spill unless whole warpgroups multiply them"
-    live = block_m * (block_d + block_n) // (num_warps * WARP_SIZE[gpu.vendor])
+    live = block_m * (block_dv + block_n) // (num_warps * WARP_SIZE[gpu.vendor])
     limit = MAX_LIVE_FMA if fma_products else MAX_LIVE
     if live > limit:
         return f"a thread holds {live} values of acc and qk, more than {limit}"
@@ -95,7 +99,7 @@ def _tile_hopeless(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         if block // 2 >= max(seqlen, USUAL_TILE):
             return f"half of {name} {block} lies past the {seqlen} tokens"
     # 32 columns are slow there, and triton miscompiled such products (issues 10573, 11366)
-    if warpgroups and block_n < USUAL_TILE and block_d < 256:
+    if warpgroups and block_n < USUAL_TILE and block_dv < 256:
         return f"BLOCK_N {block_n} is too narrow for the products of {gpu.arch}"
     return None
 

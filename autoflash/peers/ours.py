@@ -61,4 +61,7 @@ def _beside_the_plain(one: Inputs) -> dict[str, Any]:
     if one.page_positions is not None:
         given["page_positions"] = one.page_positions
     names = {"softcap": p.softcap, "alibi_slopes": p.alibi, "bias": p.bias, "sinks": p.sinks}
-    return given | {name: getattr(one, name) for name, on in names.items() if on}
+    given |= {name: getattr(one, name) for name, on in names.items() if on}
+    masks = one.modifiers._asdict() if p.masks else {}
+    names = ("block_mask", "document_ids", "prefix_lens", "mask", "density")
+    return given | {name: masks[name] for name in names if masks.get(name) is not None}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .masks import mask_fields
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .packed import packed_fields, packed_layout
 from .problem import CHOSEN, LATENT_WIDTHS, LAYOUTS, Problem, ProblemError, reached_window
@@ -68,6 +69,7 @@ def prefill_problem(
         layout=layout,
         **sizes,
         **modifier_fields("prefill", modifiers, q, *whole),
+        **mask_fields(q, *whole, causal, modifiers.masks),
     )
     return reached_window(problem)
 

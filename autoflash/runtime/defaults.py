@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from .problem import Problem
@@ -58,14 +59,22 @@ def prefill_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
             by_head_dim = PREFILL_BIAS_WARPGROUP_DEFAULTS
     else:
         by_head_dim = PREFILL_BIAS_WARP_DEFAULTS if problem.bias else PREFILL_WARP_DEFAULTS
-    wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    wide = min(limit for limit in by_head_dim if widest <= limit)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
     choices: list[dict[str, int | str]] = [
-        dict(zip(names, values, strict=True), HEAD_GROUP_MIB=4)
+        dict(zip(names, (*_within_blocks(problem, *values[:2]), *values[2:])), HEAD_GROUP_MIB=4)
         for values in (*by_head_dim[wide], *PREFILL_SMALLEST)
     ]
     valid = (knobs for knobs in choices if prefill_refusal(problem, knobs, gpu) is None)
     return next(valid, choices[-1])
+
+
+def _within_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[int, int]:
+    """The tile, smaller where the blocks of a mask are no multiples of it."""
+    if problem.masked_by != "blocks":
+        return block_m, block_n
+    return gcd(block_m, problem.mask_block_q), gcd(block_n, problem.mask_block_k)
 
 
 # (SWAP, BLOCK_N, num_warps, num_stages), best first: the first that is valid serves.

@@ -20,6 +20,7 @@ from .arguments import (
 from .cache_layout import identified_layout
 from .installed import device_for, installed, tally_for
 from .launch import interpreted
+from .masked import prefill_masked, with_masks
 from .modifiers import Modifiers, decode_plan, modifiers_of, prefill_plan
 from .operators import append_kv_traced, decode_traced, prefill_traced
 from .recall import recalled
@@ -38,7 +39,6 @@ from .training import asks_gradients, prefill_with_gradients
 from .varlen import prefill_packed
 
 PREFILL_OTHERS = (  # not served yet
-    *("block_mask", "document_ids", "prefix_lens", "mask"),
     *("cache_seqlens", "block_table", "kv_layout", "q_scale", "k_scale", "v_scale"),
     *("dropout_p", "rng"),
 )
@@ -66,6 +66,7 @@ def prefill(
     document_ids: torch.Tensor | None = None,
     prefix_lens: torch.Tensor | None = None,
     mask: str | None = None,
+    density: int | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -94,6 +95,12 @@ def prefill(
     0 is off; then `alibi_slopes`, fp32 (num_heads,) or (batch, num_heads), take slope * distance
     off, or `bias`, of q's type and broadcast to (batch, num_heads, seqlen_q, seqlen_k), is added.
     `sinks` (num_heads,) are logits of a key that every query of a head sees and whose v is 0.
+    `block_mask` is a BlockMask of torch's FlexAttention: absent blocks are not visited, full ones
+    not masked, the others by causal and by `mask`, an expression of b, h, q_idx and kv_idx that
+    holds where a key is seen, which may be given alone too. `document_ids`, int32 (batch,
+    seqlen_k), hide keys of other documents than the one at the query's position, `prefix_lens`,
+    int32 (batch,), uncover first keys that causal hides. `density`, in percent, of blocks that
+    there are, of keys in a document or the prefix, only helps the choice; 10 is assumed.
     `lse` is fp32 (batch, num_heads, seqlen_q), the natural logarithm of the sum of exponentials;
     rows that see no key have `out` 0 and `lse` -inf, or the sink.
     Sequences of any lengths may be packed one after the other: q is (total_q, num_heads, head_dim),
@@ -109,7 +116,7 @@ def prefill(
     """
     values = (
         *(q, k, v, causal, window, softmax_scale, softcap, alibi_slopes, bias, sinks),
-        *(block_mask, document_ids, prefix_lens, mask),
+        *(block_mask, document_ids, prefix_lens, mask, density),
         *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, cache_seqlens, block_table),
         *(kv_layout, q_scale, k_scale, v_scale, layout, out, return_lse, dropout_p, rng),
         *(deterministic, batch_invariant, check),
@@ -119,23 +126,29 @@ def prefill(
         if result is not NotImplemented:
             return result
     others = (
-        *(block_mask, document_ids, prefix_lens, mask, cache_seqlens, block_table),
+        *(cache_seqlens, block_table),
         kv_layout if kv_layout != "nhd" else None,  # names the order of a cache's axes
         *(q_scale, k_scale, v_scale, dropout_p or None, rng),
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    masks = (block_mask, document_ids, prefix_lens, mask, density)
     if torch.compiler.is_compiling():
         refuse_arguments("prefill: in a graph", ("batch_invariant",), (batch_invariant or None,))
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
-        read = (q, k, v, causal, window, *numbers, tensors, layout, packing, check)
+        read = (q, k, v, causal, window, *numbers, tensors, layout, packing, masks, check)
         return prefill_traced(*read, deterministic, out, return_lse)
+    options = (causal, layout, softmax_scale, out, return_lse, check)
+    if masks != (None,) * 5:
+        refuse_arguments("prefill: with masks", ("batch_invariant",), (batch_invariant or None,))
+        modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
+        return prefill_masked(q, k, v, with_masks(modifiers, *masks), *options)
     packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
     if packed and not asks_gradients(q, k, v, alibi_slopes, bias, sinks):
         modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
-        options = (causal, layout, softmax_scale, out, return_lse, check, batch_invariant)
-        return prefill_packed(q, k, v, modifiers, *options, (prefill, values))
+        options += (batch_invariant, (prefill, values))
+        return prefill_packed(q, k, v, modifiers, *options)
     given = (q, k, v, out, alibi_slopes, bias, sinks)
     key = (
         *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window, batch_invariant),

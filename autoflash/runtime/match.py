@@ -41,6 +41,11 @@ MATCH_RULES = {
     "alibi": "exact",
     "bias": "exact",
     "sinks": "exact",
+    "mask": "exact",  # the expression itself
+    "masked_by": "exact",
+    "density": "near",
+    "mask_block_q": "exact",
+    "mask_block_k": "exact",
     # tensors: their shapes and dtypes fill the fields above
     "q": "derived",
     "k": "derived",
@@ -57,16 +62,15 @@ MATCH_RULES = {
     "cu_seqlens_k": "derived",
     "max_seqlen_q": "derived",
     "max_seqlen_k": "derived",
+    "block_mask": "derived",
+    "document_ids": "derived",
+    "prefix_lens": "derived",
     "cache_seqlens": "never",
     "softmax_scale": "never",
     "out": "never",
     "return_lse": "never",
     "check": "never",
     # not served yet
-    "block_mask": "refused",
-    "document_ids": "refused",
-    "prefix_lens": "refused",
-    "mask": "refused",
     "q_scale": "refused",
     "dropout_p": "refused",
     "rng": "refused",
@@ -97,6 +101,7 @@ class MatchSizes(NamedTuple):
     pages: int = 0
     keys_before: int = 0
     keys_after: int = 0
+    density: int = 0
 
 
 def match_key(problem: Problem) -> tuple[str | int | bool, ...]:
@@ -119,6 +124,7 @@ def match_sizes(problem: Problem) -> MatchSizes:
         PAGES.index(problem.pages) if problem.paged else 0,
         before,
         after,
+        problem.density,
     )
 
 
@@ -134,9 +140,11 @@ def match_bucket(sizes: MatchSizes) -> MatchSizes:
 def match_distance(a: MatchSizes, b: MatchSizes) -> float | None:
     """How many doublings lie between two sizes, summed; None when one is beyond MATCH_LIMIT."""
     total = MATCH_DISTRIBUTION_DISTANCE * ((a.ragged != b.ragged) + (a.pages != b.pages))
-    for x, y in zip(_match_scales(a).values(), _match_scales(b).values()):
-        doublings = abs(log2(max(x, 1)) - log2(max(y, 1)))
-        if doublings > log2(MATCH_LIMIT):
+    others = _match_scales(b)
+    for name, x in _match_scales(a).items():
+        doublings = abs(log2(max(x, 1)) - log2(max(others[name], 1)))
+        # a density that nobody told is assumed, so it rules nothing out
+        if doublings > log2(MATCH_LIMIT) and name != "density":
             return None
         total += doublings
     return total

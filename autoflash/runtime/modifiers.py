@@ -1,4 +1,4 @@
-"""Windows, softcap, ALiBi, biases, sinks, packing: what a caller gives, and what plans take."""
+"""Windows, modifiers, masks, packing: what a caller gives, and what plans take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .problem import CHOSEN, Problem, ProblemError
+from .masks import BlockLists, Masks, expanded_lists
+from .problem import CHOSEN, NONE, Problem, ProblemError
 
 BIAS_STEP_LIMIT = 2**23  # elements: within a tile of 128 by 128 offsets are of 32 bits
 MODIFIER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,6 +27,15 @@ class Modifiers(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     page_positions: torch.Tensor | None = None  # of decode
+    block_mask: BlockLists | None = None
+    document_ids: torch.Tensor | None = None
+    prefix_lens: torch.Tensor | None = None
+    mask: str | None = None
+    density: int | None = None
+
+    @property
+    def masks(self) -> Masks:
+        return Masks(self.block_mask, self.document_ids, self.prefix_lens, self.mask, self.density)
 
     @property
     def of_prefill(self) -> dict[str, Any]:
@@ -34,7 +44,12 @@ class Modifiers(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.alibi_slopes, self.bias, self.sinks, self.cu_seqlens_q, self.cu_seqlens_k
+        """Those that a launch names, of which blocks have several."""
+        plain = (self.alibi_slopes, self.bias, self.sinks, self.cu_seqlens_q, self.cu_seqlens_k)
+        if self.block_mask is None and self.document_ids is None and self.prefix_lens is None:
+            return plain
+        blocks = () if self.block_mask is None else self.block_mask.tensors
+        return (*plain, *blocks, self.document_ids, self.prefix_lens)
 
 
 NO_MODIFIERS = Modifiers()
@@ -80,13 +95,15 @@ def modifier_fields(
 
 
 def modifiers_of(problem: Problem, given: Modifiers) -> Modifiers:
-    """What plans take: the problem's window, slopes and bias with strides along every axis."""
-    p, slopes, bias = problem, given.alibi_slopes, given.bias
+    """What plans take: the problem's window; slopes, bias, blocks with strides along every axis."""
+    p, slopes, bias, blocks = problem, given.alibi_slopes, given.bias, given.block_mask
     if slopes is not None:
         slopes = slopes.expand(p.batch, p.num_heads)
     if bias is not None:
         bias = bias.expand(p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
-    return given._replace(window=p.window, alibi_slopes=slopes, bias=bias)
+    if blocks is not None:
+        blocks = expanded_lists(p, blocks)
+    return given._replace(window=p.window, alibi_slopes=slopes, bias=bias, block_mask=blocks)
 
 
 def prefill_plan(
@@ -95,7 +112,9 @@ def prefill_plan(
     """What a rendered text launches for these arguments of its plan() and `modifiers_of` them."""
     if problem.varlen:
         return module.plan(modifiers, *arguments)
-    if problem.windowed or problem.modifiers:
+    if problem.masked_by == "documents":
+        return module.plan_documents(modifiers, *arguments)
+    if problem.windowed or problem.modifiers or problem.masked_by != NONE:
         return module.plan_modified(modifiers, *arguments)
     return module.plan(*arguments)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .installed import installed
+from .masks import FLAT_MASKS, BlockLists, flat_masks
 from .modifiers import Modifiers
 from .problem import LATENT_WIDTHS, ProblemError
 from .scales import Scale, scale_number
@@ -22,7 +23,9 @@ PREFILL_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, bool causal,"
     " SymInt window_left, SymInt window_right, float? softmax_scale, float softcap, str layout,"
     " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k,"
-    " bool check, bool deterministic"
+    " Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks,"
+    " Tensor? full_kv_indices, SymInt mask_block_q, SymInt mask_block_k, Tensor? document_ids,"
+    " Tensor? prefix_lens, str? mask, SymInt? density, bool check, bool deterministic"
 )
 DECODE_SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor cache_seqlens, Tensor? block_table,"
@@ -108,6 +111,7 @@ def prefill_traced(
     tensors: tuple[torch.Tensor | None, ...],
     layout: str,
     packing: tuple[torch.Tensor | int | None, ...],
+    masks: tuple[Any, ...],
     check: bool,
     deterministic: bool,
     out: torch.Tensor | None,
@@ -115,14 +119,16 @@ def prefill_traced(
 ) -> Any:
     """prefill() of a graph that torch.compile makes.
 
-    `tensors` are slopes, bias and sinks, `packing` both cu_seqlens and both maxima.
+    `tensors` are slopes, bias and sinks, `packing` both cu_seqlens and both maxima, `masks` what
+    prefill() takes from block_mask to density.
     """
-    if not _carries_backward[0] or out is not None:
+    if not _carries_backward[0] or out is not None or masks != (None,) * 5:
         _refuse_traced_gradients("prefill", q, k, v, *tensors)
     elif torch.is_grad_enabled():
         refuse_slopes(tensors[0])
     numbers = (causal, *window, softmax_scale, softcap, layout)
-    values = (q, k, v, *tensors, *numbers, *packing, check, deterministic)
+    flat = flat_masks(causal, *masks)
+    values = (q, k, v, *tensors, *numbers, *packing, *flat, check, deterministic)
     return _called("prefill", values, out, return_lse)
 
 
@@ -199,10 +205,15 @@ def _kernels(
             *("alibi_slopes", "bias", "sinks", "causal", "left", "right"),
             *("softmax_scale", "softcap", "layout"),
             *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+            *FLAT_MASKS,
             *("check", "deterministic", "out"),
         )
         given = dict(zip(names, rest))
         window = (given.pop("left"), given.pop("right"))
+        blocks = [given.pop(name) for name in FLAT_MASKS[:6]]
+        if blocks[0] is not None:
+            counts, indices, full, full_indices, *sizes = blocks
+            given["block_mask"] = BlockLists(counts, indices, full, full_indices, tuple(sizes))
         return prefill(q, k, v, window=window, return_lse=True, **given)
 
     def run_decode(q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, *rest: Any) -> Any:
@@ -245,8 +256,8 @@ def _kernels(
     }
 
 
-PREFILL_INPUTS = 18  # of the operator, the tensors among them by their places
-PREFILL_TENSORS = (0, 1, 2, 3, 4, 5, 12, 13)
+PREFILL_INPUTS = 28  # of the operator, the tensors among them by their places
+PREFILL_TENSORS = (0, 1, 2, 3, 4, 5, 12, 13, 16, 17, 18, 19, 22, 23)
 BIAS, SINKS = 4, 5
 
 
@@ -276,7 +287,7 @@ def _run_gradients(*given: Any) -> tuple[torch.Tensor, ...]:
         given[PREFILL_INPUTS:],
     )
     q, k, v, slopes, bias, sinks, causal, left, right, scale, softcap, layout = inputs[:12]
-    *packing, _, deterministic = inputs[12:]
+    packing, deterministic = inputs[12:16], inputs[-1]
     modifiers = Modifiers((left, right), softcap, slopes, bias, sinks, *packing)
     training = training_of(q, k, v, causal, layout, modifiers, scale, deterministic)
     dbias = bias.new_empty(bias.shape) if of_bias else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from .mask_rule import normal_rule, rule_digest
+
 OPS = ("prefill", "decode", "backward")
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 QUANTISED_BYTES = {"fp8_e4m3": 1, "int8": 1}
@@ -15,8 +17,10 @@ CHOSEN = "chosen"
 PAGES = ("permuted", "contiguous", "shared", CHOSEN)
 KV_SCALES = ("tensor", "head", "token")
 MODIFIERS = ("softcap", "alibi", "bias", "sinks")
+MASKED_BY = ("blocks", "documents", "prefix")
+UNTOLD_DENSITY = 10  # percent, where the caller gives none: reading it would wait for the device
 LATENT_WIDTHS = 576, 512  # of keys, and of values, which are the keys' first channels
-NONE = "none"  # the pages of a cache without any, the scales of one that is not quantised
+NONE = "none"  # the pages of a cache without any, scales of one that is not quantised, masks
 
 
 class ProblemError(ValueError):
@@ -43,6 +47,14 @@ class Problem:
     unbounded. Causal ends a window at p, and a window that ends there is causal: it is stored so,
     with `window_right` -1. `softcap`, `alibi`, `bias` and `sinks` say that there is such a thing;
     its values are arguments.
+
+    `masked_by` says what else a prefill's mask is made of: "blocks", an index of blocks of
+    `mask_block_q` queries and `mask_block_k` keys, those that are there, some of them whole;
+    "documents", an id for each token, of one of which a query and the keys it sees are; or
+    "prefix", first keys of each sequence that all its queries see. `density` is how many percent of
+    the blocks there are, of the keys a document has, or the prefix is. `mask` is a rule: an
+    expression of b, h, q_idx and kv_idx, which holds where a key is seen. The rule and causal hide
+    in blocks that are not whole.
 
     Decode of latent attention has one KV head of `head_dim` 576, whose first 512 channels, its
     `head_dim_v`, are V too.
@@ -82,6 +94,11 @@ class Problem:
     alibi: bool = False
     bias: bool = False
     sinks: bool = False
+    mask: str = ""
+    masked_by: str = ""
+    density: int = 0
+    mask_block_q: int = 0
+    mask_block_k: int = 0
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -99,6 +116,12 @@ class Problem:
             fill(self, "layout", "bshd")
         else:
             fill(self, "kv_layout", "nhd")
+        fill(self, "masked_by", self.masked_by or NONE)
+        if self.mask:
+            try:
+                fill(self, "mask", normal_rule(self.mask))
+            except ValueError as error:
+                raise ProblemError(str(error)) from None
         if self.window_right == 0:
             fill(self, "causal", True)
         if self.causal and self.window_right >= 0:
@@ -140,6 +163,11 @@ class Problem:
         return tuple(name for name in MODIFIERS if getattr(self, name))
 
     @property
+    def masks(self) -> tuple[str, ...]:
+        """What hides keys beside causal and windows, of what is on."""
+        return (self.masked_by,) * (self.masked_by != NONE) + ("mask",) * bool(self.mask)
+
+    @property
     def quantised(self) -> bool:
         return self.kv_dtype in QUANTISED_BYTES
 
@@ -151,12 +179,15 @@ class Problem:
             "causal": self.op != "decode" and self.causal and not self.windowed,
             "window": self.windowed,
             **dict.fromkeys(self.modifiers, True),
+            self.masked_by: self.masked_by != NONE,
+            "head_dim_v": self.op == "prefill" and self.head_dim_v != self.head_dim,
             "varlen": self.varlen,
             "paged": self.paged,
             CHOSEN: self.pages == CHOSEN,
             "queries": self.op == "decode" and self.seqlen_q > 1,
             "quantised": self.quantised,
             "token_scales": self.kv_scales == "token",
+            f"mask_{rule_digest(self.mask)}": bool(self.mask),
         }
         return tuple(name for name, is_on in on.items() if is_on)
 
@@ -198,6 +229,7 @@ def problem_error(p: Problem) -> str | None:
         ("lengths", LENGTHS),
         ("pages", PAGES if p.paged else (NONE,)),
         ("kv_scales", (NONE, *KV_SCALES)),
+        ("masked_by", (NONE, *MASKED_BY)),
     ):
         if getattr(p, name) not in allowed:
             return f"{name} {getattr(p, name)!r} is none of {', '.join(allowed)}"
@@ -226,4 +258,25 @@ def problem_error(p: Problem) -> str | None:
         return f"head_dim {p.head_dim} is not a multiple of 8 from 16 to 256{wide}"
     if p.op == "decode" and p.seqlen_q > 16:
         return f"seqlen_q {p.seqlen_q} is more than the 16 query tokens a decode step may have"
+    return _mask_error(p)
+
+
+def _mask_error(p: Problem) -> str | None:
+    """Why the masks do not make a problem, or None."""
+    given = " and ".join(p.masks)
+    if given and p.op != "prefill":
+        return f"{given}: masks are for prefill, not {p.op}"
+    if given and p.varlen:
+        return f"{given}: packed sequences take no masks yet"
+    if p.masked_by in ("blocks", "prefix") and p.windowed:
+        return f"{p.masked_by} and a window exclude each other"
+    if p.masked_by == "prefix" and not p.causal:
+        return "prefix: what is beyond it is causal, so causal must be true"
+    if (p.masked_by == NONE) != (p.density == 0) or not 0 <= p.density <= 100:
+        return f"density {p.density} is not from 1 to 100 percent, or 0 without masked_by"
+    blocks = (p.mask_block_q, p.mask_block_k)
+    if p.masked_by != "blocks" and blocks != (0, 0):
+        return "mask_block_q and mask_block_k are for a mask of blocks"
+    if p.masked_by == "blocks" and any(size % 16 or not 16 <= size <= 65536 for size in blocks):
+        return f"blocks of {blocks[0]} by {blocks[1]}: sizes are multiples of 16 up to 65536"
     return None

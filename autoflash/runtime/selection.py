@@ -198,6 +198,7 @@ class Selector:
             reason = SELECTION_UNSUPPORTED[family](problem, device)
             if reason is None and (family, *problem.switches) in self.tables.names:
                 return family
+        reason = reason or f"no kernels for {' with '.join(problem.switches)}: none were tuned"
         raise ProblemError(f"{problem.op}: {reason}")
 
     def _choice(

@@ -20,8 +20,8 @@ def prefill_unsupported(problem: Problem, gpu: Any) -> str | None:
         return "keys in pages are not served"
     if p.lengths != "equal" and not p.varlen:
         return "sequences of different lengths must be packed, in layout thd"
-    if p.head_dim_v != p.head_dim:
-        return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
+    if p.head_dim_v % 8 or not 16 <= p.head_dim_v <= 256:
+        return f"head_dim_v {p.head_dim_v} is not a multiple of 8 from 16 to 256"
     if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:
         return f"kv_dtype {p.kv_dtype} and out_dtype {p.out_dtype} are not both dtype {p.dtype}"
     if gpu.vendor == "nvidia" and gpu.capability < 80:
@@ -36,6 +36,11 @@ def prefill_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str
         return reason
     if knobs["LOAD"] == "descriptor" and gpu.capability < 90:
         return f"tensor descriptors need sm_90, this is {gpu.arch}"
+    if problem.masked_by == "blocks":
+        sizes = (("BLOCK_M", problem.mask_block_q), ("BLOCK_N", problem.mask_block_k))
+        for name, size in sizes:
+            if size % knobs[name]:
+                return f"{name} {knobs[name]} does not divide the mask's blocks of {size}"
     smem_bytes = prefill_smem_bytes(problem, knobs, gpu)
     if smem_bytes > gpu.smem_per_block:
         return (
@@ -59,32 +64,39 @@ def prefill_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> 
 
     Warpgroup products read q and every stage of k and v there. Others hold one buffer less than
     stages, and may pass p through it. AMD keeps q in registers once it is loaded. Tiles of a bias,
-    whose type is q's, are fetched ahead as those of k are.
+    whose type is q's, and the ids of keys are fetched ahead as those of k are.
     """
     bias = max(2, knobs["num_stages"] - 1) * knobs["BLOCK_M"] * knobs["BLOCK_N"]
     bias_bytes = bias * problem.dtype_bytes if problem.bias else 0
-    return bias_bytes + _prefill_plain_smem_bytes(problem, knobs, gpu)
+    ids_bytes = 4 * knobs["num_stages"] * knobs["BLOCK_N"] * (problem.masked_by == "documents")
+    return bias_bytes + ids_bytes + _prefill_plain_smem_bytes(problem, knobs, gpu)
 
 
 def _prefill_plain_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
     """The same without what modifiers take."""
-    block_d = 1 << (problem.head_dim - 1).bit_length()
+    block_d, block_dv = prefill_blocks_d(problem)
     block_m, block_n, stages = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["num_stages"]
     q_tile = block_m * block_d * problem.dtype_bytes
-    k_tile = block_n * block_d * problem.dtype_bytes
+    k_and_v = block_n * (block_d + block_dv) * problem.dtype_bytes
+    wider = block_n * max(block_d, block_dv) * problem.dtype_bytes
     p_tile = block_m * block_n * problem.dtype_bytes
     if gpu.vendor == "amd":
-        return max(q_tile, k_tile, 2 * (stages - 1) * k_tile + p_tile)
+        return max(q_tile, wider, (stages - 1) * k_and_v + p_tile)
     scratch = 1024  # barriers, and reductions across warps
     if prefill_fma_products(problem, gpu):
-        return q_tile + max(1, 2 * (stages - 1)) * k_tile + p_tile + scratch
+        return q_tile + max(wider, (stages - 1) * k_and_v) + p_tile + scratch
     if prefill_warpgroup_products(problem, gpu):
         if stages == 1:
-            return q_tile + k_tile + 5 * scratch
-        return q_tile + 2 * stages * k_tile + scratch
+            return q_tile + wider + 5 * scratch
+        return q_tile + stages * k_and_v + scratch
     # warps that divide the channels instead of the rows exchange p
-    passed = p_tile if block_d > block_m else 0
-    return q_tile + max(1, 2 * (stages - 1)) * k_tile + passed + scratch
+    passed = p_tile if block_dv > block_m else 0
+    return q_tile + max(wider, (stages - 1) * k_and_v) + passed + scratch
+
+
+def prefill_blocks_d(problem: Problem) -> tuple[int, int]:
+    """Channels of tiles of q and k, and of v, as plan() of the rendered text pads them."""
+    return 1 << (problem.head_dim - 1).bit_length(), 1 << (problem.head_dim_v - 1).bit_length()
 
 
 DECODE_GROUP_BATCH = 1024  # sequences whose lengths a program of the group schedule adds up

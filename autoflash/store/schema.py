@@ -21,9 +21,12 @@ FIRST_PROBLEM_COLUMNS = """
   problems.acc_dtype, problems.head_dim_v, problems.deterministic, problems.batch_invariant"""
 SECOND_PROBLEM_COLUMNS = f"""{FIRST_PROBLEM_COLUMNS},
   problems.pages, problems.kv_scales"""
-PROBLEM_COLUMNS = f"""{SECOND_PROBLEM_COLUMNS},
+THIRD_PROBLEM_COLUMNS = f"""{SECOND_PROBLEM_COLUMNS},
   problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
   problems.sinks"""
+PROBLEM_COLUMNS = f"""{THIRD_PROBLEM_COLUMNS},
+  problems.mask, problems.masked_by, problems.density, problems.mask_block_q,
+  problems.mask_block_k"""
 
 
 def _views(problem_columns: str) -> tuple[str, ...]:
@@ -255,7 +258,7 @@ def m006_windows_and_modifiers(db: Database) -> None:
     """The problems of before had none."""
     names = "kv_scales, window_left,\n    window_right, softcap, alibi, bias, sinks"
     _remake_problems(db, WINDOWS_AND_MODIFIERS, ("kv_scales", names), ", -1, -1, 0, 0, 0, 0")
-    for statement in (*_views(PROBLEM_COLUMNS), _anytime_view(PROBLEM_COLUMNS)):
+    for statement in (*_views(THIRD_PROBLEM_COLUMNS), _anytime_view(THIRD_PROBLEM_COLUMNS)):
         db.execute(statement.strip())
 
 
@@ -286,6 +289,23 @@ CREATE TABLE profiles (
 @MIGRATIONS()
 def m007_profiles(db: Database) -> None:
     db.execute(PROFILES.strip())
+
+
+MASKS = """  mask TEXT NOT NULL,
+  masked_by TEXT NOT NULL,
+  density INTEGER NOT NULL,
+  mask_block_q INTEGER NOT NULL,
+  mask_block_k INTEGER NOT NULL,
+"""
+
+
+@MIGRATIONS()
+def m008_masks(db: Database) -> None:
+    """The problems of before had none."""
+    names = "bias, sinks, mask, masked_by,\n    density, mask_block_q, mask_block_k"
+    _remake_problems(db, MASKS, ("bias, sinks", names), ", '', 'none', 0, 0, 0")
+    for statement in (*_views(PROBLEM_COLUMNS), _anytime_view(PROBLEM_COLUMNS)):
+        db.execute(statement.strip())
 
 
 def known_migrations() -> set[str]:

@@ -11,10 +11,11 @@ from autoflash.gpu import KNOWN
 from autoflash.kernel import CompileError, compile_candidate
 from autoflash.problem import Problem, Variant
 from autoflash.render import render
-from autoflash.runtime.problem import MODIFIERS
+from autoflash.runtime.problem import MASKED_BY, MODIFIERS
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
+RULE = "(q_idx - kv_idx) % 4 == 0 or h < 2"
 # Every switch alone; pairs of switches are added here where they meet in one kernel.
 GOLDEN_VARIANTS = (
     Variant("prefill", "prefill"),
@@ -29,6 +30,14 @@ GOLDEN_VARIANTS = (
     Variant("prefill", "prefill", window=True, softcap=True),
     Variant("prefill", "prefill", window=True, sinks=True),
     Variant("prefill", "prefill", window=True, softcap=True, bias=True, sinks=True),
+    Variant("prefill", "prefill", blocks=True),
+    Variant("prefill", "prefill", causal=True, blocks=True, mask=RULE),
+    Variant("prefill", "prefill", documents=True),
+    Variant("prefill", "prefill", causal=True, documents=True),
+    Variant("prefill", "prefill", window=True, softcap=True, documents=True, mask=RULE),
+    Variant("prefill", "prefill", causal=True, prefix=True),
+    Variant("prefill", "prefill", mask=RULE),
+    Variant("prefill", "prefill", causal=True, head_dim_v=True),
     Variant("prefill", "prefill", varlen=True),
     Variant("prefill", "prefill", causal=True, varlen=True),
     Variant("prefill", "prefill", window=True, softcap=True, alibi=True, sinks=True, varlen=True),
@@ -82,6 +91,13 @@ REVIEWED = (*GOLDEN_VARIANTS, *untuned_variants().values())
 TARGETS = {gpu.arch: gpu for gpu in KNOWN.values() if gpu.name != "NVIDIA H100 80GB HBM3"}
 
 
+def masks_of(variant: Variant) -> dict:
+    masked_by = "".join(name for name in MASKED_BY if getattr(variant, name))
+    fields = dict.fromkeys(("mask_block_q", "mask_block_k"), 128 if variant.blocks else 0)
+    fields["density"] = 10 if masked_by else 0
+    return {"mask": variant.mask, "masked_by": masked_by, **fields}
+
+
 def problem_of(variant: Variant, **changes) -> Problem:
     fields = {
         "op": variant.op,
@@ -97,9 +113,11 @@ def problem_of(variant: Variant, **changes) -> Problem:
         "layout": "thd" if variant.varlen else "bshd",
         "kv_dtype": "fp8_e4m3" if variant.quantised else "",
         "kv_scales": "token" if variant.token_scales else "",
+        "head_dim_v": 64 if variant.head_dim_v else 0,
         "window_left": 100 if variant.window or variant.modified else -1,
         **{modifier: getattr(variant, modifier) for modifier in MODIFIERS},
         **dict.fromkeys(("softcap", "alibi", "sinks") if variant.modified else (), True),
+        **masks_of(variant),
     }
     latent = {"head_dim": 576, "head_dim_v": 512, "num_kv_heads": 1} if variant.latent else {}
     return Problem(**{**fields, **latent, **changes})

@@ -72,6 +72,26 @@ def test_the_bound_of_shared_memory_holds_and_is_near(case: tuple) -> None:
     assert compiled <= bound <= 1.5 * compiled
 
 
+MASKED = [
+    ("sm_90", {"masked_by": "documents", "density": 10}, 64, 64, 128, 4, 2, "descriptor"),
+    ("sm_90", {"masked_by": "documents", "density": 10}, 64, 128, 128, 8, 4, "pointer"),
+    ("sm_80", {"head_dim_v": 128}, 64, 64, 64, 4, 2, "pointer"),
+    ("sm_90", {"head_dim_v": 128}, 192, 64, 64, 4, 3, "descriptor"),
+    ("gfx942", {"head_dim_v": 64}, 128, 64, 32, 4, 2, "pointer"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MASKED, ids=str)
+def test_the_bound_counts_ids_of_documents_and_channels_of_values(case: tuple) -> None:
+    arch, changes, head_dim, *values = case
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
+    knobs = dict(zip(names, values, strict=True), HEAD_GROUP_MIB=4)
+    gpu, p = TARGETS[arch], replace(problem("bf16", head_dim), **changes)
+    compiled = compile_candidate(p, Config.of("prefill", knobs), gpu).smem_bytes
+    assert compiled <= prefill_smem_bytes(p, knobs, gpu) <= 1.5 * compiled
+
+
 BIASED = [
     ("sm_80", "bf16", 128, 64, 32, 4, 2, "pointer"),
     ("sm_86", "bf16", 64, 64, 32, 4, 3, "pointer"),

@@ -183,7 +183,9 @@ def every_operator(module):
     q, k, v = prefill_call()
     slopes, sinks = torch.rand(4), torch.rand(4)
     bias = torch.rand(20, 40).bfloat16()
-    whole = (None, None, None, None, False, False)
+    none, plainly = (None, None, None, None), (True, -1, -1, None, 0.0, "bshd")
+    unmasked = (None, None, None, None, 0, 0, None, None, None, None)
+    whole = (*none, *unmasked, False, False)
     sloped = (q, k, v, slopes, None, sinks, True, 9, 0, 0.25, 3.0, "bshd", *whole)
     biased = (q, k, v, None, bias, sinks, False, 9, 5, None, 0.0, "bshd", *whole)
     yield operators.prefill.default, sloped
@@ -191,7 +193,14 @@ def every_operator(module):
     yield operators.prefill_out.default, (*sloped, torch.empty_like(q))
     starts_q, starts_k = torch.tensor([0, 7, 20]), torch.tensor([0, 30, 40])
     packed = (q[0], k[0], v[0], None, None, None, True, -1, -1, None, 0.0, "thd")
-    yield operators.prefill.default, (*packed, starts_q, starts_k, 13, 30, True, False)
+    yield operators.prefill.default, (*packed, starts_q, starts_k, 13, 30, *unmasked, True, False)
+    documents = torch.arange(40).int()[None] // 9
+    masked = (None, None, None, None, 0, 0, documents, None, None, 20)
+    plain = (*sloped[:3], *none[:3], *plainly, *none)
+    yield operators.prefill.default, (*plain, *masked, False, False)
+    counts, columns = torch.ones(1, 1, 2).int(), torch.zeros(1, 1, 2, 3).int()
+    blocks = (counts, columns, counts, columns, 16, 16, None, None, None, None)
+    yield operators.prefill.default, (*plain, *blocks, True, False)
     parts = (q[0], torch.rand(4, 20), q[0] * 2, torch.rand(4, 20), "thd")
     yield operators.merge.default, parts
     q, k, v, lengths, table = decode_call()
@@ -214,7 +223,7 @@ def every_operator(module):
     )
 
 
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", range(13))
 def test_torchs_own_check_of_operators_passes(module, number):
     operator, arguments = list(every_operator(module))[number]
     assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}

@@ -43,8 +43,13 @@ def problems(draw):
     num_kv_heads = draw(st.integers(1, 80))
     kv_dtype = draw(st.sampled_from(sorted(KV_DTYPE_BYTES)))
     position = draw(st.sampled_from(("", "alibi", "bias")))
+    op = draw(st.sampled_from(("prefill", "decode")))
+    masked_by = draw(st.sampled_from(("", "blocks", "documents"))) if op == "prefill" else ""
+    windowed = masked_by != "blocks"  # which excludes a window
+    blocks = masked_by == "blocks"
+    rules = st.sampled_from(("", "q_idx >= kv_idx", "b == 0 or h % 3 < kv_idx // 16"))
     return Problem(
-        op=draw(st.sampled_from(("prefill", "decode"))),
+        op=op,
         dtype=draw(dtypes),
         batch=draw(st.integers(1, 2**40)),
         num_heads=num_kv_heads * draw(st.integers(1, 80)),
@@ -63,8 +68,13 @@ def problems(draw):
         deterministic=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         pages=draw(st.sampled_from(PAGES)),
-        window_left=draw(st.integers(-1, 2**40)),
-        window_right=draw(st.integers(-1, 2**40)),
+        window_left=draw(st.integers(-1, 2**40)) if windowed else -1,
+        window_right=draw(st.integers(-1, 2**40)) if windowed else -1,
+        mask=draw(rules) if op == "prefill" else "",
+        masked_by=masked_by,
+        density=draw(st.integers(1, 100)) if masked_by else 0,
+        mask_block_q=16 * draw(st.integers(1, 4096)) if blocks else 0,
+        mask_block_k=16 * draw(st.integers(1, 4096)) if blocks else 0,
         softcap=draw(st.booleans()),
         alibi=position == "alibi",
         bias=position == "bias",

@@ -307,7 +307,7 @@ def test_a_module_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_a_problem_that_no_family_serves_is_an_error_and_not_a_default():
     selector = selector_of(export([winner_of(prefill_of())]).text)
     for problem, reason in (
-        (prefill_of(head_dim_v=32), "prefill: head_dim_v"),
+        (prefill_of(head_dim_v=20), "prefill: head_dim_v"),
         (prefill_of(kv_dtype="fp16"), "prefill: kv_dtype"),
         (decode_of(batch_invariant=True), "decode: batch_invariant"),
     ):

@@ -100,7 +100,7 @@ def test_a_longer_problem_takes_longer_by_the_roofline(db):
 
 
 def test_a_problem_that_no_family_serves_is_told_with_the_reason(db):
-    odd = Problem("prefill", "bf16", 1, 4, 4, 128, 512, 512, deterministic=True, head_dim_v=64)
+    odd = Problem("prefill", "bf16", 1, 4, 4, 128, 512, 512, deterministic=True, head_dim_v=20)
     served, refused = told(db, PROBLEM, odd)
     assert served.tried <= QUICK and refused.problem == odd
     assert refused.why and (refused.tried, refused.seconds) == (0, 0.0)

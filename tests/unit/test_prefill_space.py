@@ -126,7 +126,7 @@ def test_a_tile_that_is_half_empty_is_refused_where_a_smaller_one_holds_the_toke
         ({"op": "decode", "seqlen_q": 1}, "serves prefill, not decode"),
         ({"page_size": 16}, "keys in pages are not served"),
         ({"lengths": "ragged"}, "sequences of different lengths must be packed, in layout thd"),
-        ({"head_dim_v": 64}, "head_dim_v 64 is not head_dim 128"),
+        ({"head_dim_v": 20}, "head_dim_v 20 is not a multiple of 8 from 16 to 256"),
         ({"kv_dtype": "fp16"}, "kv_dtype fp16 and out_dtype bf16 are not both dtype bf16"),
     ],
 )

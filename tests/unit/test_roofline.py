@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoflash.gpu import known
+from autoflash.inputs import make_inputs
 from autoflash.mask import visible
 from autoflash.problem import Problem
 from autoflash.roofline import floor, visible_pairs
+from autoflash.visibility import seen_keys
 
 H200 = known("NVIDIA_H200")
 PREFILL = Problem("prefill", "bf16", 3, 4, 2, 64, 40, 70, causal=False)
@@ -25,6 +27,31 @@ def test_visible_pairs_are_those_of_the_reference(seqlen_q, seqlen_k, causal, le
     problem = replace(PREFILL, causal=causal, **lengths, **window)
     seen = visible(problem, torch.arange(seqlen_q), seqlen_k)
     assert visible_pairs(problem) == 3 * int(seen.sum())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("masked_by", ["documents", "prefix"])
+@pytest.mark.parametrize(("density", "seqlen_q"), [(10, 70), (35, 70), (100, 70), (35, 40)])
+def test_pairs_of_documents_and_prefixes_are_those_of_the_reference(
+    masked_by, density, seqlen_q, causal
+):
+    if (masked_by, causal) == ("prefix", False) or (masked_by, seqlen_q) == ("documents", 40):
+        return  # a prefix is causal beyond it; and documents of some queries are not counted
+    fields = {"masked_by": masked_by, "density": density, "seqlen_q": seqlen_q}
+    problem = replace(PREFILL, batch=1, causal=causal, **fields)
+    rows = torch.arange(seqlen_q)
+    seen = seen_keys(make_inputs(problem), 0, range(1), rows, problem.seqlen_k, seqlen_q)
+    assert visible_pairs(problem) == int(seen.sum())
+
+
+def test_pairs_of_blocks_are_as_many_as_their_density_says():
+    sizes = {"seqlen_q": 512, "seqlen_k": 512, "mask_block_q": 16, "mask_block_k": 16}
+    problem = replace(PREFILL, masked_by="blocks", density=20, **sizes)
+    assert visible_pairs(problem) == 3 * 512 * 512 * 20 // 100
+    lists = make_inputs(problem).block_mask
+    assert lists is not None and lists.full_kv_num_blocks is not None
+    there = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum() / (3 * 4 * 32 * 32)
+    assert 0.18 < there < 0.22
 
 
 @pytest.mark.parametrize(

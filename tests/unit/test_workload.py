@@ -115,6 +115,44 @@ decode:
     assert "prefill[0]: alibi and bias exclude each other" in line
 
 
+def test_masks_are_switches_with_a_density_and_blocks_of_their_own(tmp_path):
+    text = """prefill:
+  - {seqlen_q: 64, masked_by: blocks, mask: h>0, causal: false}
+  - {seqlen_q: 64, masked_by: [documents, prefix], density: 5}
+  - {seqlen_q: 64, mask: kv_idx - q_idx < 4, head_dim_v: 32}
+"""
+    found = [
+        (p.masked_by, p.density, p.mask_block_q, p.mask, p.head_dim_v)
+        for p, _ in load(tmp_path, MODEL + text).problems
+    ]
+    width = found[0][4]
+    assert found == [
+        ("blocks", 10, 128, "h > 0", width),
+        ("documents", 5, 0, "", width),
+        ("prefix", 5, 0, "", width),
+        ("none", 0, 0, "kv_idx - q_idx < 4", 32),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "mistake"),
+    [
+        ("masked_by: trees", "prefill[0].masked_by: 'trees' is none of blocks, documents"),
+        ("masked_by: blocks, density: 0", "prefill[0].density: 0 is not positive"),
+        ("masked_by: blocks, density: 101", "prefill[0].density: 101 is more than 100"),
+        ("masked_by: blocks, mask_block_k: 24", "prefill[0]: blocks of 128 by 24: sizes are"),
+        ("masked_by: prefix, causal: false", "prefill[0]: prefix: what is beyond it is causal"),
+        ("density: 7", "prefill[0]: density 7 is not from 1 to 100 percent, or 0 without"),
+        ("mask: q_idx > x", "prefill[0]: mask 'q_idx > x': x is none of b, h, q_idx, kv_idx"),
+        ("mask: import os", "prefill[0]: mask 'import os' is not an expression"),
+        ("masked_by: blocks, training: true", "prefill[0]: blocks: masks are for prefill, not ba"),
+    ],
+)
+def test_masks_that_do_not_fit_are_told(tmp_path, entry, mistake):
+    (line,) = mistakes(tmp_path, MODEL + f"prefill: [{{seqlen_q: 64, {entry}}}]")
+    assert mistake in line
+
+
 def test_each_problem_of_an_entry_has_its_weight(tmp_path):
     text = MODEL + "decode: [{batch: [1, 2], seqlen_k: 64, weight: 2.5}]"
     assert [weight for _, weight in load(tmp_path, text).problems] == [2.5, 2.5]

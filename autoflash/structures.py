@@ -1,0 +1,88 @@
+"""Structures of masks for a problem: blocks, documents and prefixes drawn for its density."""
+
+import random
+
+import torch
+
+from autoflash.problem import Problem
+from autoflash.runtime.masks import BlockLists
+
+DEAD_BLOCK = 2**30  # an index that must never be followed
+
+
+def document_lengths(problem: Problem, seed: int = 0) -> list[list[int]]:
+    """The keys of each document of each sequence, each about `density` percent of all."""
+    p = problem
+    number = min(max(1, round(100 / p.density)), max(1, p.seqlen_k))
+    sequences = []
+    for b in range(p.batch):
+        drawn = random.Random(f"{seed} {b}")
+        # of even lengths in one sequence, so that density is what it is said to be, then of any
+        even = [round(n * p.seqlen_k / number) for n in range(1, number)]
+        cuts = even if b == 0 else sorted(drawn.randrange(p.seqlen_k + 1) for _ in even)
+        sequences.append([end - start for start, end in zip((0, *cuts), (*cuts, p.seqlen_k))])
+    return sequences
+
+
+def document_ids(problem: Problem, seed: int = 0) -> torch.Tensor:
+    """int32 (batch, seqlen_k), rising from document to document."""
+    return torch.stack(
+        [
+            torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+            for lengths in document_lengths(problem, seed)
+        ]
+    ).int()
+
+
+def prefix_lens(problem: Problem, seed: int = 0) -> torch.Tensor:
+    """int32 (batch,): `density` percent of the keys in the first sequence, then up to twice it."""
+    p = problem
+    first = p.seqlen_k * p.density // 100
+    drawn = random.Random(seed)
+    return torch.tensor([first, *(drawn.randint(0, 2 * first) for _ in range(1, p.batch))]).int()
+
+
+def block_lists(problem: Problem, seed: int = 0, poison: bool = True) -> BlockLists:
+    """Random blocks, half of them whole, of each head of each sequence.
+
+    Under causal those above the diagonal are not there, and those on it are not whole. With
+    `poison` entries past the last that counts are such as must not be followed.
+    """
+    p = problem
+    rows, columns = -(-p.seqlen_q // p.mask_block_q), -(-p.seqlen_k // p.mask_block_k)
+    shape = (p.batch, p.num_heads, rows, columns)
+    generator = torch.Generator().manual_seed(seed)
+    there = torch.rand(shape, generator=generator) < p.density / 100
+    whole = torch.rand(shape, generator=generator) < 0.5
+    if p.causal:
+        first_p = torch.arange(rows)[:, None] * p.mask_block_q + p.seqlen_k - p.seqlen_q
+        first_key = torch.arange(columns)[None] * p.mask_block_k
+        there &= first_key < first_p + p.mask_block_q
+        whole &= first_key + p.mask_block_k - 1 <= first_p
+    partial, full = _listed(there & ~whole, poison), _listed(there & whole, poison)
+    return BlockLists(*partial, *full, (p.mask_block_q, p.mask_block_k))
+
+
+def masks_of(problem: Problem, device: str | torch.device, seed: int, poison: bool) -> dict:
+    """What a problem's inputs have of these, on the device; by the names of Inputs."""
+    p = problem
+    made: dict = {}
+    if p.masked_by == "documents":
+        made["document_ids"] = document_ids(p, seed).to(device)
+    if p.masked_by == "prefix":
+        made["prefix_lens"] = prefix_lens(p, seed).to(device)
+    if p.masked_by == "blocks":
+        lists = block_lists(p, seed, poison)
+        made["block_mask"] = lists._replace(
+            **{name: getattr(lists, name).to(device) for name in BlockLists._fields[:4]}
+        )
+    return made
+
+
+def _listed(there: torch.Tensor, poison: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of each row there are, and the numbers of columns, those first."""
+    counts = there.sum(dim=-1, dtype=torch.int32)
+    order = torch.argsort(there.int(), dim=-1, descending=True, stable=True).int()
+    if poison:
+        order.masked_fill_(torch.arange(there.shape[-1]) >= counts[..., None], DEAD_BLOCK)
+    return counts, order
