@@ -1,0 +1,73 @@
+"""FlexAttention under the masks of a problem, by a BlockMask that is made before it is timed."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as flex
+
+from autoflash.inputs import Inputs
+from autoflash.peers.contender import Contender, Unavailable
+from autoflash.peers.prefill import from_layout, in_layout
+
+Rule = Callable[[Any, Any, Any, Any], Any]
+
+# The custom masks of benchmarks/workloads/masks.yaml, as functions of torch.
+RULES: dict[str, Rule] = {"(q_idx - kv_idx) % 4 < 3": lambda b, h, i, j: (i - j) % 4 < 3}
+
+
+def flex_attention(inputs: list[Inputs]) -> Contender:
+    """torch's FlexAttention, compiled for these very shapes."""
+    import torch._inductor.config
+
+    p = inputs[0].problem
+    torch._dynamo.reset()  # or the ninth shape would run uncompiled
+    torch._inductor.config.compile_threads = 1  # one kernel needs no pool of processes
+    compiled = torch.compile(flex, dynamic=False)
+    call = functools.partial(compiled, enable_gqa=p.group_size > 1)
+    calls = [
+        functools.partial(call, *in_layout(one, "bhsd"), block_mask=block_mask_of(one))
+        for one in inputs
+    ]
+    return Contender(list(calls), from_layout(p, "bhsd"))
+
+
+def block_mask_of(one: Inputs) -> BlockMask:
+    """The mask of the inputs. Raises Unavailable for a custom one that stands in no table here."""
+    p, lists = one.problem, one.block_mask
+    if lists is not None:
+        blocks = (lists.kv_num_blocks, lists.kv_indices)
+        blocks += (lists.full_kv_num_blocks, lists.full_kv_indices)
+        return BlockMask.from_kv_blocks(
+            *blocks,
+            BLOCK_SIZE=lists.BLOCK_SIZE,
+            mask_mod=rule_of(one),
+            seq_lengths=(p.seqlen_q, p.seqlen_k),
+        )
+    batch = p.batch if p.masked_by in ("documents", "prefix") else None
+    return create_block_mask(rule_of(one), batch, None, p.seqlen_q, p.seqlen_k, one.q.device)
+
+
+def rule_of(one: Inputs) -> Rule:
+    """Which keys a query sees, as FlexAttention asks; in blocks, in those that are seen in part."""
+    p, ids, prefix = one.problem, one.document_ids, one.prefix_lens
+    offset = p.seqlen_k - p.seqlen_q
+    left, right = p.window
+    custom = RULES.get(p.mask)
+    if p.mask and custom is None:
+        raise Unavailable(f"nobody wrote {p.mask} for it")
+
+    def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = j >= 0
+        if right >= 0:
+            seen = seen & (j <= i + offset + right)
+        if left >= 0:
+            seen = seen & (j >= i + offset - left)
+        if prefix is not None:
+            seen = seen | (j < prefix[b])
+        if ids is not None:
+            seen = seen & (ids[b, i + offset] == ids[b, j])
+        return seen if custom is None else seen & custom(b, h, i, j)
+
+    return rule
