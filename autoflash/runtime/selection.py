@@ -86,7 +86,7 @@ SELECTION_FAMILIES = {
     "prefill": ("prefill_hopper", "prefill"),
     "decode": ("decode",),
     "latent decode": ("decode_latent",),
-    "backward": ("backward_hopper", "backward"),
+    "backward": ("backward",),
 }
 
 
