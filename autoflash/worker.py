@@ -109,9 +109,11 @@ class Serving:
 
     def answer(self, method: str, *arguments: Any) -> tuple[Any, float, float]:
         """The method's answer, and for how many seconds the process and the GPU worked for it."""
-        began, gpu_s = time.monotonic(), self._gpu_s()
+        began = time.monotonic()
+        gpu_began_s = self._gpu_s()
         value = getattr(self._device, method)(*arguments)
-        return value, time.monotonic() - began, self._gpu_s() - gpu_s
+        gpu_s = self._gpu_s() - gpu_began_s
+        return value, time.monotonic() - began, gpu_s
 
 
 @dataclass(frozen=True)
