@@ -15,6 +15,8 @@ from autoflash.forward import forward
 from autoflash.gradients import Gradients, ModifierGradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
+from autoflash.runtime.masks import flat_masks
+from autoflash.runtime.modifiers import NO_MODIFIERS
 
 CAUSAL = Problem("backward", "bf16", 1, 2, 1, 64, 20, 33)
 
@@ -269,6 +271,7 @@ def test_a_compiled_graph_refuses_gradients_of_slopes_and_of_what_is_to_be_writt
 def test_torchs_own_check_of_the_operator_with_gradients_passes(module):
     inputs = make_inputs(replace(CAUSAL, bias=True, sinks=True))
     given = (*leaves(inputs), None, inputs.bias.requires_grad_(), inputs.sinks.requires_grad_())
-    rest = (True, -1, -1, None, 0.0, "bshd", None, None, None, None, False, False)
+    unmasked = (*flat_masks(True, *NO_MODIFIERS.masks), False, False)
+    rest = (True, -1, -1, None, 0.0, "bshd", None, None, None, None, *unmasked)
     operator = getattr(torch.ops, module.operator_namespace()).prefill.default
     assert set(torch.library.opcheck(operator, (*given, *rest)).values()) == {"SUCCESS"}
