@@ -17,6 +17,7 @@ from autoflash.runtime.validity import prefill_fma_products, prefill_warpgroup_p
 PARTS = (
     "triton_header.py.jinja",
     "backward/tiles.py.jinja",
+    "shared/softcap.py.jinja",
     "prefill/modifiers.py.jinja",
     "prefill/packed.py.jinja",
     "backward/scores.py.jinja",

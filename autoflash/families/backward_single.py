@@ -14,6 +14,7 @@ from autoflash.runtime.backward_validity import (
 PARTS = (
     "triton_header.py.jinja",
     "backward/tiles.py.jinja",
+    "shared/softcap.py.jinja",
     "prefill/modifiers.py.jinja",
     "prefill/packed.py.jinja",
     "backward/scores.py.jinja",

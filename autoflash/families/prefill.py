@@ -16,6 +16,7 @@ from autoflash.runtime.validity import (
 PARTS = (
     "triton_header.py.jinja",
     "prefill/tiles.py.jinja",
+    "shared/softcap.py.jinja",
     "prefill/modifiers.py.jinja",
     "prefill/masks.py.jinja",
     "prefill/attend.py.jinja",

@@ -76,7 +76,7 @@ def soft_capped(
     above = above * z + -8.60467152213735e-11
     above = above * z + 5.12229709037114e-08
     above = above * z + 1.48572235717979e-05
-    above = above * z + 6.37261928876435e-04
+    above = above * z + 6.37261928875436e-04
     above = above * z + 4.89352455891786e-03
     below = z * 1.19825839466702e-06 + 1.18534705686654e-04
     below = below * z + 2.26843463243900e-03
