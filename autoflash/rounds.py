@@ -125,19 +125,23 @@ def rounds_of(
     itself, to find out whose fault it is.
     """
     try:
-        taken = worker.sample(orders)
-        rows = zip(orders, taken, strict=True)
-        return [
-            dict(zip(order, row, strict=True)) for order, (row, braked) in rows if not braked
-        ], {}
+        taken = zip(orders, worker.sample(orders), strict=True)
+        rows = [dict(zip(order, row, strict=True)) for order, (row, braked) in taken if not braked]
+        return rows, {}
     except Failure:
-        row: dict[Config, float] = {}
-        failed: dict[Config, Failure] = {}
+        return _one_by_one(worker, orders[0], cap_us)
+
+
+def _one_by_one(
+    worker: Worker, configs: Sequence[Config], cap_us: float
+) -> tuple[list[dict[Config, float]], dict[Config, Failure]]:
+    row: dict[Config, float] = {}
+    failed: dict[Config, Failure] = {}
     slowed = False
-    for config in orders[0]:
+    for config in configs:
         try:
             worker.arm(config, cap_us)
-            (((row[config],), braked),) = worker.sample([[config]])
+            [((row[config],), braked)] = worker.sample([[config]])
             slowed |= braked
         except Failure as failure:
             failed[config] = failure
