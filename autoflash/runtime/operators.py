@@ -288,6 +288,13 @@ def _run_gradients(*given: Any) -> tuple[torch.Tensor, ...]:
     )
     q, k, v, slopes, bias, sinks, causal, left, right, scale, softcap, layout = inputs[:12]
     packing, deterministic = inputs[12:16], inputs[-1]
+    on = [
+        name
+        for name, given in zip(FLAT_MASKS, inputs[16:])
+        if isinstance(given, (torch.Tensor, str))
+    ]
+    if on:
+        raise ProblemError(f"prefill: with gradients: {', '.join(on)} are not served yet")
     modifiers = Modifiers((left, right), softcap, slopes, bias, sinks, *packing)
     training = training_of(q, k, v, causal, layout, modifiers, scale, deterministic)
     dbias = bias.new_empty(bias.shape) if of_bias else None

@@ -6,7 +6,17 @@ from math import prod
 import pytest
 import torch
 import triton
-from fake_calls import LENGTHS, append, decode, normal, packed, prefill, prefill_with_sinks, told
+from fake_calls import (
+    LENGTHS,
+    append,
+    decode,
+    decode_with_modifiers,
+    normal,
+    packed,
+    prefill,
+    prefill_with_sinks,
+    told,
+)
 from fake_launches import TensorMap
 from triton import knobs
 
@@ -15,7 +25,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("call", [prefill, prefill_with_sinks, packed, decode, append])
+@pytest.mark.parametrize(
+    "call", [prefill, prefill_with_sinks, packed, decode, decode_with_modifiers, append]
+)
 def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, monkeypatch):
     plain, module = new_module(), new_module()
     monkeypatch.setattr(plain, "bind_recipe", lambda *_: None)
@@ -29,7 +41,7 @@ def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, 
             monkeypatch.setattr(module, "served_before", None)
         tensors = call(module)
         assert told(driver.launched, tensors) == expected
-    assert len(expected) == (2 if call is decode else 1)
+    assert len(expected) == (2 if call in (decode, decode_with_modifiers) else 1)
 
 
 each_way = pytest.mark.parametrize("bound", ["recalled", "by its form"], indirect=True)

@@ -268,6 +268,17 @@ def test_a_compiled_graph_refuses_gradients_of_slopes_and_of_what_is_to_be_writt
         prefill(q, k, v, out=torch.empty_like(q))
 
 
+def test_the_operator_has_no_gradients_under_masks(module):
+    inputs = make_inputs(CAUSAL)
+    documents = torch.zeros(CAUSAL.batch, CAUSAL.seqlen_k, dtype=torch.int32)
+    masked = flat_masks(True, None, documents, None, None, None)
+    rest = (True, -1, -1, None, 0.0, inputs.problem.layout, None, None, None, None)
+    operator = getattr(torch.ops, module.operator_namespace()).prefill.default
+    out, _ = operator(*leaves(inputs), None, None, None, *rest, *masked, False, False)
+    with pytest.raises(Exception, match="document_ids are not served yet"):
+        out.float().sum().backward()
+
+
 def test_torchs_own_check_of_the_operator_with_gradients_passes(module):
     inputs = make_inputs(replace(CAUSAL, bias=True, sinks=True))
     given = (*leaves(inputs), None, inputs.bias.requires_grad_(), inputs.sinks.requires_grad_())
