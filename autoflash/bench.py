@@ -18,9 +18,9 @@ MEMORY_SHARE = 0.6  # of the free memory that the buffers of one problem may tak
 SAMPLE_US = 400.0  # shorter samples are made of several replays
 # Clocks the GPU is kept busy while the host queues what is timed: 50 us for the launch of a graph
 # or of bound kernels; half a millisecond for a call of triton's, which took the host up to 300 us
-# beside an H200; two where the host was later than that.
+# beside an H200. Where the host may have been later than that, four times as long.
 GRAPH_LEAD_CYCLES, CALL_LEAD_CYCLES = 100_000, 1_000_000
-PATIENT_LEAD_CYCLES = 4_000_000
+BOUND_AGAIN_CYCLES, PATIENT_LEAD_CYCLES = 4 * GRAPH_LEAD_CYCLES, 4 * CALL_LEAD_CYCLES
 EAGER_GROUPS = 5
 
 

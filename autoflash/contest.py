@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from autoflash.aside import good_nearby, wanted_elsewhere
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.decision import (
@@ -28,7 +29,6 @@ from autoflash.search.exhaustive import exhaustive
 from autoflash.worker import LimitReached
 
 SCREENING_SHARE = 0.65  # of a problem's time, where there is a limit; the rest is the final's
-GOOD_NEARBY = 3  # one in so many of the trials is for what was fastest on a shape nearby
 GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed any further
 
 
@@ -46,7 +46,7 @@ def proposals_for(lab: Lab, entrants: Entrants, problem: Problem) -> Proposals:
     possible = set(candidates)
     fastest = [config for config in sorted(nearby, key=nearby.__getitem__) if config in possible]
     good = dict.fromkeys([*group.defaults(problem, lab.gpu), *transferred])
-    good |= dict.fromkeys(fastest[: most // GOOD_NEARBY])
+    good |= dict.fromkeys(fastest[: good_nearby(most)])
     ordered = by_promise(candidates, problem, lab.gpu, list(good), nearby, entrants.resources)
     return strategy(ordered, most, lab.seed, len(good))
 
@@ -77,7 +77,8 @@ class Contest:
         self._lab, self._entrants, self._problem, self._limit = lab, entrants, problem, limit
         self._default = entrants.group.default(problem, lab.gpu)
         self._screened: dict[Config, Trial] = {}
-        self._prepared = False
+        self._elsewhere: dict[Problem, Contest] = {}  # those that had trials aside
+        self._too_large: set[Problem] = set()
 
     def run(self) -> Decision | None:
         """The recorded decision; None when no candidate was both right and timed.
@@ -104,7 +105,7 @@ class Contest:
         batch, done = next(proposals), 0
         while batch:
             total, waiting = done + len(batch), list(batch)
-            for config in self._entrants.ready(self._problem, batch, limit):
+            for config in self._entrants.ready(self._problem, batch, limit, self._aside):
                 before_us = self._best_us()
                 waiting.remove(config)
                 ahead = itertools.islice(self._entrants.upcoming(self._problem, waiting), 2)
@@ -116,11 +117,26 @@ class Contest:
                 if limit.over:
                     lab.limit.cut = True
                     return
-            times = {config: trial.median_us or 0.0 for config, trial in self._screened.items()}
             try:
-                batch = proposals.send(times)
+                batch = proposals.send(self._times())
             except StopIteration:
                 return
+
+    def _aside(self) -> bool:
+        """One trial on a later shape, while this one's candidates are compiled; False if none."""
+        lab, entrants = self._lab, self._entrants
+        for other, config in wanted_elsewhere(lab, entrants, self._problem, self._times()):
+            if other in self._too_large:
+                continue
+            if other not in self._elsewhere:
+                self._elsewhere[other] = Contest(lab, entrants, other, self._limit)
+            try:
+                self._elsewhere[other]._screen(config)
+            except Failure:  # its own contest will tell
+                self._too_large.add(other)
+                continue
+            return True
+        return False
 
     def _ask_ahead(self, best: Config) -> None:
         """Have compiled what a strategy may propose next, now that this is the best so far."""
@@ -129,9 +145,13 @@ class Contest:
         candidates = entrants.group.candidates(problem, lab.gpu)
         entrants.ask(problem, likely_next(lab.strategy, most, best, candidates), Urgency.SOON)
 
+    def _times(self) -> dict[Config, float]:
+        """Microseconds of those screened so far and found right."""
+        return {config: trial.median_us or 0.0 for config, trial in self._screened.items()}
+
     def _best_us(self) -> float:
         """The best time so far, infinite before there is one."""
-        return min((t.median_us or 0.0 for t in self._screened.values()), default=float("inf"))
+        return min(self._times().values(), default=float("inf"))
 
     def _screen(self, config: Config, ahead: Sequence[Config] = ()) -> None:
         """The lowest rung of a candidate that is right, unless an earlier trial is known.
@@ -251,7 +271,7 @@ class Contest:
             return None
         if earlier := self._standing():
             return earlier
-        times = {config: trial.median_us or 0.0 for config, trial in trials.items()}
+        times = self._times()
 
         def interval(slower: Config, faster: Config) -> Interval:
             return spread_interval(trials[slower], trials[faster])
@@ -261,9 +281,8 @@ class Contest:
         return lab.journal.decide(decision_of(self._problem, choice, times, self._default, digest))
 
     def _prepare(self) -> None:
-        if not self._prepared:
+        if self._lab.worker.prepared != self._problem:
             self._lab.worker.prepare(self._problem, self._lab.seed)
-            self._prepared = True
 
     def _tell(self, done: int, total: int) -> None:
         best_us = self._best_us() if self._screened else 0.0

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +41,14 @@ class Choice:
 
 def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """Median, 20th and 80th percentile."""
-    median, p20, p80 = np.quantile(np.asarray(samples, dtype=np.float64), (0.5, 0.2, 0.8))
-    return float(median), float(p20), float(p80)
+    ordered = sorted(samples)  # numpy takes a third of a millisecond for that, and a GPU waits
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low, within = ordered[int(place)], place % 1
+        return low + within * (ordered[ceil(place)] - low)
+
+    return at(0.5), at(0.2), at(0.8)
 
 
 def paired_interval(slower: Sequence[float], faster: Sequence[float]) -> Interval:
@@ -54,10 +61,16 @@ def paired_interval(slower: Sequence[float], faster: Sequence[float]) -> Interva
     value = float(np.median(ratios)) - 1
     if len(ratios) < FEWEST_ROUNDS:
         return Interval(value, -1.0, max(1.0, value))
-    drawn = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    medians = np.median(ratios[_drawn(len(ratios))], axis=1)
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.median(ratios[drawn], axis=1), (tail, 1 - tail))
+    low, high = np.quantile(medians, (tail, 1 - tail))
     return Interval(value, float(low) - 1, float(high) - 1)
+
+
+@cache
+def _drawn(rounds: int) -> NDArray[np.int64]:
+    """The rounds of each resampling, with replacement."""
+    return np.random.default_rng(0).integers(rounds, size=(RESAMPLES, rounds))
 
 
 def unsettled(samples: Mapping[Config, Sequence[float]]) -> list[Config]:

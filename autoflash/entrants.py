@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import copy
 from dataclasses import dataclass, replace
@@ -96,13 +96,20 @@ class Entrants:
                     self._ask(config, urgency)
 
     def ready(
-        self, problem: Problem, configs: Sequence[Config], limit: TimeLimit
+        self,
+        problem: Problem,
+        configs: Sequence[Config],
+        limit: TimeLimit,
+        meanwhile: Callable[[], bool] = lambda: False,
     ) -> Iterator[Config]:
-        """The configs as their compiling ends, those that need none first, until the limit."""
+        """The configs as their compiling ends, those that need none first, until the limit.
+
+        While none is compiled, `meanwhile` does something short, until it finds nothing to do.
+        """
         self.ask(problem, configs, Urgency.NOW)
         tried = {config for config in configs if self._lab.journal.tried(problem, config)}
         yield from (config for config in configs if config in tried)
-        yield from self._compiled_of([c for c in configs if c not in tried], limit)
+        yield from self._compiled_of([c for c in configs if c not in tried], limit, meanwhile)
 
     def wait_for(self, configs: Sequence[Config], limit: TimeLimit) -> None:
         """Wait until they are compiled, those too that an earlier run tried and whose are gone."""
@@ -130,7 +137,12 @@ class Entrants:
                 self.resources[config] = trial.resources
                 self._verdicts[config] = _verdict_of(trial)
 
-    def _compiled_of(self, configs: Sequence[Config], limit: TimeLimit) -> Iterator[Config]:
+    def _compiled_of(
+        self,
+        configs: Sequence[Config],
+        limit: TimeLimit,
+        meanwhile: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Config]:
         waiting = list(configs)
         while waiting and not limit.over:
             futures = {
@@ -140,7 +152,7 @@ class Entrants:
             if ended is not None:
                 waiting.remove(ended)
                 yield ended
-            else:  # a limit without end is no argument for wait()
+            elif not meanwhile():  # a limit without end is no argument for wait()
                 wait(futures.values(), min(limit.left_s, 3600.0), FIRST_COMPLETED)
 
     def _binary(self, config: Config, urgency: Urgency) -> Binary:

@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from autoflash.accuracy import Judge, Verdict, budget_of
 from autoflash.bench import (
+    BOUND_AGAIN_CYCLES,
     CALL_LEAD_CYCLES,
     GPU_CLOCK,
     GRAPH_LEAD_CYCLES,
@@ -120,8 +121,8 @@ class CudaDevice(Checker):
         with failures():
             call_us = self._first_us(config)
             give_up_us += DROP_SLACK_US
-            if call_us > give_up_us:  # or the host was late: no candidate is dropped for that
-                call_us = event_us(lambda: self._call(config, 1), PATIENT_LEAD_CYCLES)
+            if call_us > give_up_us:  # caches were cold, or the host late: that drops nobody
+                call_us = event_us(lambda: self._call(config, 1), self._again_cycles(config))
             if call_us > give_up_us:
                 return Timing((call_us,), self._telemetry.clocks(), dropped=True)
             if call_us > cap_us:  # beside which the host's part in it is nothing
@@ -196,6 +197,10 @@ class CudaDevice(Checker):
             self._call(config, 0)  # loads them
             return event_us(lambda: self._call(config, 1), CALL_LEAD_CYCLES)
         return event_us(lambda: self._call(config, 1), GRAPH_LEAD_CYCLES)
+
+    def _again_cycles(self, config: Config) -> int:
+        """For how long the GPU waits for a call that took suspiciously long."""
+        return PATIENT_LEAD_CYCLES if self._ready(config).bound is None else BOUND_AGAIN_CYCLES
 
     def _call(self, config: Config, i: int) -> None:
         """Launch a config on one of the sets."""

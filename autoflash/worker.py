@@ -162,6 +162,11 @@ class Worker:
         """How many processes there have been."""
         return self._child.starts
 
+    @property
+    def prepared(self) -> Problem | None:
+        """Whose buffers are there, or will be again in a new process."""
+        return self._prepared[0] if self._prepared else None
+
     def hello(self) -> tuple[Gpu, Toolchain]:
         """Raises DeviceError when the process cannot be started."""
         deadline_s = self._deadlines.prepare_s

@@ -1,11 +1,10 @@
 """The Hopper backward on a GPU: every candidate at the edges, dead memory, real sizes, repeats."""
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 import torch
-from ahead import compile_ahead
+from ahead import compile_ahead, varied
 from exported_calls import load_module
 from making import CHAIN, winner_of
 
@@ -14,7 +13,6 @@ from autoflash.check import picked, sample_rows
 from autoflash.config import Config
 from autoflash.export import export
 from autoflash.families import backward_hopper, backward_hopper_single, family_of
-from autoflash.families.family import Family, space
 from autoflash.forward import forward
 from autoflash.gpu import Gpu, detect
 from autoflash.gradients import Gradients
@@ -60,17 +58,6 @@ def run(inputs: Inputs, config: Config, gpu: Gpu, softmax_scale: float | None = 
     run_plan(plan_of(module, inputs, gradients, None, gpu, config, softmax_scale, poison=True))
     assert isinstance(gradients, Gradients)
     return gradients
-
-
-def varied(family: Family, problem: Problem, gpu: Gpu) -> list[Config]:
-    """The default, and candidates in which any two knobs' values occur that one candidate has."""
-    candidates = [config for config, reason in space(family, problem, gpu) if reason is None]
-    pairs = {each: set(combinations(each.knobs, 2)) for each in candidates}
-    chosen = [family.default(problem, gpu)]
-    missing = set().union(*pairs.values())
-    while missing := missing - pairs[chosen[-1]]:
-        chosen.append(max(candidates, key=lambda each: len(missing & pairs[each])))
-    return chosen
 
 
 @pytest.mark.parametrize(("family", "head_dim", "causal"), EACH_WAY)

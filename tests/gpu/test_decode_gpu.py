@@ -1,11 +1,10 @@
-"""Decode on a GPU: every candidate, large caches and batches, graphs, calls back to back."""
+"""Decode on a GPU: candidates, large caches and batches, graphs, calls back to back."""
 
-from contextlib import closing
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
+from ahead import compiling, varied
 from running import run
 
 from autoflash import gpu as gpus
@@ -13,10 +12,9 @@ from autoflash.accuracy import Budget
 from autoflash.config import Config
 from autoflash.families import decode_last, family_of
 from autoflash.families.decode import FAMILY
-from autoflash.families.family import Family, space
+from autoflash.families.family import Family
 from autoflash.inputs import POISON_PAGE, Inputs, make_inputs
 from autoflash.kernel import load, new_outputs, plan_of
-from autoflash.pool import CompilePool, TritonCompiler
 from autoflash.problem import Problem
 from autoflash.render import render
 from autoflash.runtime.launch import run_plan
@@ -47,20 +45,15 @@ def schedules(p: Problem, gpu: gpus.Gpu) -> list[Config]:
     ]
 
 
-def compiled(p: Problem, gpu: gpus.Gpu) -> list[Config]:
-    """The problem's candidates that compile, all compiled side by side before the first runs."""
-    candidates = [config for config, reason in space(FAMILY, p, gpu) if reason is None]
-    # what merges without a kernel is no candidate of a small batch, and right all the same
-    candidates += [
+def candidates(p: Problem, gpu: gpus.Gpu) -> list[Config]:
+    """Some of the problem's candidates; those that merge without a kernel, of small batches too."""
+    chosen = varied(FAMILY, p, gpu)
+    last = [
         Config.of("decode_last", {k: v for k, v in config.knobs if k != "COMBINE_WARPS"})
-        for config in candidates
+        for config in chosen
         if config["COMBINE_WARPS"] == 4
     ]
-    with closing(CompilePool(partial(TritonCompiler, with_cases=False))) as pool:
-        futures = {config: pool.submit([p], config, gpu) for config in candidates}
-        right = [config for config, future in futures.items() if future.exception() is None]
-    assert len(right) > len(candidates) / 2
-    return right
+    return compiling([*chosen, *last], p, gpu)
 
 
 def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
@@ -98,13 +91,13 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     ],
     ids=str,
 )
-def test_every_candidate_is_right_and_repeats_its_bits(
+def test_candidates_are_right_and_repeat_their_bits(
     changed: dict[str, int | str], gpu: gpus.Gpu
 ) -> None:
     p = problem(len(LENGTHS), **changed)
     inputs = make_inputs(p, device="cuda", lengths=LENGTHS)
     budget = Budget(inputs)
-    for config in compiled(p, gpu):
+    for config in candidates(p, gpu):
         result = run(inputs, config, gpu=gpu)
         verdict = budget.judge(*result)
         assert verdict.correct, f"{config}: {verdict.reason}"

@@ -1,17 +1,16 @@
-"""Decode of latent attention on a GPU: every candidate right, its bits repeated; large caches."""
+"""Decode of latent attention on a GPU: candidates right, their bits repeated; large caches."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from ahead import compile_ahead
+from ahead import compiling, varied
 from running import run
 
 from autoflash.accuracy import Budget
 from autoflash.check import picked, sample_rows
 from autoflash.families.decode_latent import FAMILY
-from autoflash.families.family import space
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import make_inputs
 from autoflash.problem import Problem
@@ -43,11 +42,9 @@ def problem(batch: int, **changes: Any) -> Problem:
     ],
     ids=str,
 )
-def test_every_candidate_is_right_and_repeats_its_bits(changes: dict, gpu: Gpu) -> None:
+def test_candidates_are_right_and_repeat_their_bits(changes: dict, gpu: Gpu) -> None:
     p = problem(len(LENGTHS), **changes)
-    configs = [config for config, reason in space(FAMILY, p, gpu) if reason is None]
-    configs = list({FAMILY.binary(config): config for config in configs}.values())
-    compile_ahead({config: [p] for config in configs}, gpu)
+    configs = compiling(varied(FAMILY, p, gpu), p, gpu)
     inputs = make_inputs(p, device="cuda", lengths=LENGTHS)
     budget, failures = Budget(inputs), []
     for config in configs:

@@ -1,4 +1,4 @@
-"""Masks of prefill on a GPU: every candidate, long prompts, FlexAttention's masks, the module."""
+"""Masks of prefill on a GPU: candidates, long prompts, FlexAttention's masks, the module."""
 
 import gc
 from dataclasses import replace
@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ahead import compile_ahead
+from ahead import compile_ahead, varied
 from running import run
 from torch.nn.attention.flex_attention import create_block_mask
 
 from autoflash.accuracy import Budget
 from autoflash.check import picked, sample_rows
 from autoflash.export import export
-from autoflash.families.family import space
 from autoflash.families.prefill import FAMILY
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
@@ -48,12 +47,17 @@ def of(seqlen_q: int, seqlen_k: int, **changes) -> Problem:
     return Problem("prefill", seqlen_q=seqlen_q, seqlen_k=seqlen_k, **{**fields, **changes})
 
 
-@pytest.mark.parametrize("on", ON.values(), ids=ON)
-@pytest.mark.parametrize(("dtype", "head_dim"), [("bf16", 128), ("fp16", 64), ("fp32", 40)])
-def test_every_candidate_is_right_at_every_edge_and_repeats_its_bits(gpu, dtype, head_dim, on):
-    changes = {"dtype": dtype, "head_dim": head_dim, **on}
-    candidates = [c for c, reason in space(FAMILY, of(1000, 1000, **changes), gpu) if not reason]
-    configs = list({FAMILY.binary(config): config for config in candidates}.values())
+@pytest.mark.parametrize(
+    ("kind", "dtype", "head_dim"),
+    [
+        *((kind, "bf16", 128) for kind in ON),
+        *((kind, "fp16", 64) for kind in ("causal blocks and rule", "documents in a window")),
+        *((kind, "fp32", 40) for kind in ("causal blocks and rule", "prefix")),
+    ],
+)
+def test_candidates_are_right_at_every_edge_and_repeat_their_bits(gpu, kind, dtype, head_dim):
+    changes = {"dtype": dtype, "head_dim": head_dim, **ON[kind]}
+    configs = varied(FAMILY, of(1000, 1000, **changes), gpu)
     problems = [of(*lengths, **changes) for lengths in EDGES]
     compile_ahead(dict.fromkeys(configs, problems), gpu)
     failures = []

@@ -8,7 +8,8 @@ import pytest
 from making import H200, candidates, prefill_of, winner_of
 from recorded_tables import GPU, TABLE
 
-from autoflash.contest import GOOD_NEARBY, proposals_for
+from autoflash.aside import good_nearby
+from autoflash.contest import proposals_for
 from autoflash.effort import EFFORTS
 from autoflash.families import serving
 from autoflash.gpu import known
@@ -140,7 +141,7 @@ def test_a_groups_first_shape_is_searched_and_the_next_ones_climb_from_what_was_
     first = proposals(group=group, effort=effort, times=times)
     assert len(first) <= effort.max_climbed
     fastest = [c for c in OTHERS[::-1] if c not in GROUP.defaults(PROBLEM, H200)]
-    told = effort.max_climbed // GOOD_NEARBY - 1  # the Hopper family's default is among those
+    told = good_nearby(effort.max_climbed) - 1  # the Hopper family's default is among those
     assert first[len(GROUP.families) :][:told] == fastest[:told]
 
 

@@ -1,0 +1,42 @@
+"""Aside: what a GPU may try on a group's later shapes while compilers hold up the one at hand."""
+
+from collections.abc import Iterator, Mapping
+
+from autoflash.config import Config
+from autoflash.effort import Effort
+from autoflash.entrants import Entrants, Lab
+from autoflash.families import why_refused
+from autoflash.problem import Problem
+
+GOOD_NEARBY = 3  # one in so many of the trials is for what was fastest on a shape nearby
+
+
+def good_nearby(most: int) -> int:
+    """How many of a shape's trials are for what was fastest nearby, of `most`."""
+    return most // GOOD_NEARBY
+
+
+def wanted_elsewhere(
+    lab: Lab, entrants: Entrants, problem: Problem, times: Mapping[Config, float]
+) -> Iterator[tuple[Problem, Config]]:
+    """Trials that the shapes after this one will ask for, as far as its own times tell.
+
+    Those start from what was fastest nearby. Of a first shape's few trials so far, the share is
+    taken that they will want of all of them; of who is known to be right.
+    """
+    fastest = sorted(times, key=lambda config: (times[config], config))
+    fastest = fastest[: _wanted(lab.effort, len(times))]
+    problems = entrants.group.problems
+    for other in problems[problems.index(problem) + 1 :]:
+        if lab.journal.decided(other) is not None:
+            continue
+        for config in fastest:
+            if lab.journal.tried(other, config) or entrants.is_out(other, config):
+                continue
+            if why_refused(other, config, lab.gpu) is None:
+                yield other, config
+
+
+def _wanted(effort: Effort, timed: int) -> int:
+    share = good_nearby(effort.max_climbed) / effort.max_candidates
+    return 1 + int(share * timed) if timed else 0
