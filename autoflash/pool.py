@@ -20,6 +20,7 @@ from autoflash.kernel import CompileError, compile_candidate, precompile
 from autoflash.problem import Problem
 from autoflash.records import Resources
 
+FEW_CORES = 4
 MOST_PROCESSES = 32  # each holds torch and triton, about half a gigabyte
 
 
@@ -90,9 +91,13 @@ def refused(resources: Resources, config: Config, gpu: Gpu) -> str | None:
 
 
 def processes_wanted() -> int:
-    """One for each core this process may use, one core left to the parent and its worker."""
+    """One for each core this process may use but two, where there are more than a few.
+
+    Those are left to the parent and its worker: where no core is idle, the system wakes the parent
+    on the worker's own, and a GPU has nothing to do until it has read an answer.
+    """
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(MOST_PROCESSES, cores - 1 if cores > 2 else cores))
+    return max(1, min(MOST_PROCESSES, cores - 2 if cores > FEW_CORES else cores))
 
 
 @dataclass

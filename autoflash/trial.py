@@ -41,6 +41,7 @@ from autoflash.telemetry import Telemetry
 from autoflash.toolchain import Toolchain, detect_toolchain
 
 BUDGETS_KEPT = 64
+GRAPHS_KEPT = 16  # the finalists of the last screening are among so many
 CACHED_SHARE = 0.2  # of the card's memory that torch may hold beside a problem's buffers
 DROP_SLACK_US = 20.0  # a lone call finds cold caches and gaps between its launches
 
@@ -69,7 +70,7 @@ class CudaDevice(Checker):
         self._sets: list[tuple[Inputs, Result]] = []
         self._graphs: dict[Config, tuple[CallGraph, int]] = {}
         self._readied: dict[Config, Ready] = {}
-        self._ahead: tuple[Config, CallGraph] | None = None
+        self._captured: dict[Config, CallGraph] = {}  # the latest ones
         self._prepared: tuple[Problem, int] | None = None
         # of rows of a prepared problem, which is prepared again when its group is timed
         self._budgets: dict[tuple[object, ...], Judge] = {}
@@ -102,8 +103,8 @@ class CudaDevice(Checker):
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        self._ahead = None
         self._graphs.clear()
+        self._captured.clear()
         self._readied.clear()
         self._sets.clear()
         # what is cached is handed out again at once; to free it and ask for it anew stops the GPU
@@ -128,7 +129,7 @@ class CudaDevice(Checker):
             if call_us > cap_us:  # beside which the host's part in it is nothing
                 return Timing((call_us,), self._telemetry.clocks())
             graph_us = graph_cap_us(cap_us, samples)
-            graph = self._graph_ahead(config) or self._graph(config, call_us, graph_us)
+            graph = self._captured.get(config) or self._graph(config, call_us, graph_us)
             if graph.calls > 1:
                 call_us = graph.sample()  # warms caches and clock, and measures without the host
             affordable = int(cap_us / max(call_us * graph.calls, 1.0)) - 1
@@ -234,13 +235,8 @@ class CudaDevice(Checker):
 
         Who is twice as slow or more is not replayed at all.
         """
-        if self._ready(ahead).bound is not None:
-            self._ahead = (ahead, self._graph(ahead, like_us, cap_us))
-
-    def _graph_ahead(self, config: Config) -> CallGraph | None:
-        """The graph made ahead, if it is this config's."""
-        ahead, self._ahead = self._ahead, None
-        return ahead[1] if ahead and ahead[0] == config else None
+        if self._ready(ahead).bound is not None and ahead not in self._captured:
+            self._graph(ahead, like_us, cap_us)
 
     def _tensors(self, i: int) -> list[torch.Tensor]:
         """What a plan on one of the sets names."""
@@ -250,8 +246,15 @@ class CudaDevice(Checker):
         return [each for each in given if isinstance(each, torch.Tensor)]
 
     def _graph(self, config: Config, call_us: float, cap_us: float) -> CallGraph:
+        """A graph of as many calls as the cap allows, the one last captured if it has as many."""
         calls = calls_in_graph(call_us, len(self._sets), cap_us)
-        return CallGraph(lambda i: self._call(config, i), calls)
+        graph = self._captured.pop(config, None)
+        if graph is None or graph.calls != calls:
+            graph = CallGraph(lambda i: self._call(config, i), calls)
+        self._captured[config] = graph
+        if len(self._captured) > GRAPHS_KEPT:
+            del self._captured[next(iter(self._captured))]
+        return graph
 
 
 def _workspace(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

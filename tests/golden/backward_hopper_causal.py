@@ -744,6 +744,12 @@ def backward_kv_kernel(
     )
 
 
+@gluon.constexpr_function
+def handed_scale(DTYPE):
+    """By which p is multiplied as it is handed over: fp16 holds few bits of less than 2^-14."""
+    return 2.0**14 if DTYPE == gl.float16 else 1.0
+
+
 @gluon.jit
 def sum_dv(
     work,
@@ -776,15 +782,15 @@ def sum_dv(
         x = qk * work.scale_log2
     else:
         x = qk * work.scale_log2 - lse[None, :]
-    p = gl.exp2(hide_keys(work, x, start_n, start_m, BLOCK_M, EDGE)).to(DTYPE)
+    p = gl.exp2(hide_keys(work, x, start_n, start_m, BLOCK_M, EDGE))
     rings.handed.wait_empty(step)
     slot = rings.handed.slot(step)
-    rings.handed.slots.index(slot).store(p)
+    rings.handed.slots.index(slot).store((p * handed_scale(DTYPE)).to(DTYPE))
     mbarrier.arrive(rings.handed.full.index(slot), count=1)
     dv, p_operand = warpgroup_mma_wait(0, deps=[dv_async, p_operand])
     slot = rings.dout.slot(before)
     mbarrier.arrive(rings.dout.empty.index(slot), count=1, pred=step > 0)
-    return dv, gl.convert_layout(p, OPERAND)
+    return dv, gl.convert_layout(p.to(DTYPE), OPERAND)
 
 
 @gluon.jit
@@ -871,7 +877,7 @@ def consume_for_dk(
         rings.handed.wait_full(step)
         p = rings.handed.slots.index(rings.handed.slot(step)).load(SCORES)
         rings.handed.release(step)
-        ds = (p.to(gl.float32) * dp).to(DTYPE)
+        ds = (p.to(gl.float32) * (dp * (1.0 / handed_scale(DTYPE)))).to(DTYPE)
         dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_async, ds_operand])
         slot = rings.q.slot(before)
         mbarrier.arrive(rings.q.empty.index(slot), count=1, pred=step > 0)

@@ -130,7 +130,8 @@ def test_groups_of_any_size(gpu, family, heads):
 def test_logits_of_ten_thousand_give_no_nan(gpu, family, head_dim, causal, dtype):
     problem = of(300, 300, causal, dtype=dtype, head_dim=head_dim)
     plain = make_inputs(problem, device="cuda")
-    q, k = 40 * plain.q, 40 * plain.k
+    # multiples of 10: sums of 256 products are exact in fp32, where 5000 is known to 0.0005
+    q, k = (10 * (4 * tensor).round() for tensor in (plain.q, plain.k))
     out, lse = forward(problem, q, k, plain.v)
     assert lse.max() > 5000
     inputs = replace(plain, q=q, k=k, out=out, lse=lse)
