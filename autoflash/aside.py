@@ -7,6 +7,8 @@ from autoflash.effort import Effort
 from autoflash.entrants import Entrants, Lab
 from autoflash.families import why_refused
 from autoflash.problem import Problem
+from autoflash.search import strategy_for
+from autoflash.search.exhaustive import exhaustive
 
 GOOD_NEARBY = 3  # one in so many of the trials is for what was fastest on a shape nearby
 
@@ -19,22 +21,27 @@ def good_nearby(most: int) -> int:
 def wanted_elsewhere(
     lab: Lab, entrants: Entrants, problem: Problem, times: Mapping[Config, float]
 ) -> Iterator[tuple[Problem, Config]]:
-    """Trials that the shapes after this one will ask for, as far as its own times tell.
+    """Trials that the shapes after this one will ask for, as far as can be told, fastest first.
 
-    Those start from what was fastest nearby. Of a first shape's few trials so far, the share is
-    taken that they will want of all of them; of who is known to be right.
+    A shape of few candidates will try them all. Others start from what was fastest nearby: of this
+    shape's trials so far, the share is taken that they will want of all of them.
     """
     fastest = sorted(times, key=lambda config: (times[config], config))
-    fastest = fastest[: _wanted(lab.effort, len(times))]
+    some = fastest[: _wanted(lab.effort, len(times))]
     problems = entrants.group.problems
     for other in problems[problems.index(problem) + 1 :]:
         if lab.journal.decided(other) is not None:
             continue
-        for config in fastest:
+        for config in fastest if _tries_all(lab, entrants, other) else some:
             if lab.journal.tried(other, config) or entrants.is_out(other, config):
                 continue
             if why_refused(other, config, lab.gpu) is None:
                 yield other, config
+
+
+def _tries_all(lab: Lab, entrants: Entrants, problem: Problem) -> bool:
+    candidates = len(entrants.group.candidates(problem, lab.gpu))
+    return strategy_for(lab.strategy, candidates, lab.effort.max_climbed) is exhaustive
 
 
 def _wanted(effort: Effort, timed: int) -> int:
