@@ -14,6 +14,7 @@ from autoflash.families import (
     merge,
     prefill,
     prefill_hopper,
+    prefill_hopper_lazy,
 )
 from autoflash.families.family import Family, sample, samples, space, variants
 from autoflash.gpu import Gpu
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         prefill.FAMILY,
         prefill_hopper.FAMILY,
+        prefill_hopper_lazy.FAMILY,
         decode.FAMILY,
         decode_last.FAMILY,
         decode_latent.FAMILY,

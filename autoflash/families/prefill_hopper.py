@@ -22,6 +22,7 @@ PARTS = (
     "prefill_hopper/schedule.py.jinja",
     "prefill_hopper/rings.py.jinja",
     "prefill_hopper/producer.py.jinja",
+    "prefill_hopper/softmax.py.jinja",
     "prefill_hopper/scores.py.jinja",
     "prefill_hopper/store.py.jinja",
     "prefill_hopper/consumer.py.jinja",

@@ -21,8 +21,27 @@ def assembler_report(kernel: Any) -> str:
     return done.stderr
 
 
-def loops_with(kernel: Any, *names: str) -> list[list[str]]:
-    """The instructions of each loop in which all of these occur, the shortest first."""
+def loops_with(kernel: Any, *names: str, unskipped: bool = False) -> list[list[str]]:
+    """The instructions of each loop in which all of these occur, the shortest first.
+
+    `unskipped` are those that no branch inside the loop jumps over.
+    """
+    targets, instructions = _branches(kernel)
+    loops = []
+    for end, start in targets.items():
+        body = instructions[start : end + 1]
+        if start < end and all(any(name in each for each in body) for name in names):
+            within = [(at, to) for at, to in targets.items() if start <= at < to <= end]
+            skipped = {place for at, to in within for place in range(at + 1, to)}
+            loops.append((len(body), start, end, skipped if unskipped else set()))
+    return [
+        [instructions[place] for place in range(start, end + 1) if place not in skipped]
+        for _, start, end, skipped in sorted(loops, key=lambda loop: loop[0])
+    ]
+
+
+def _branches(kernel: Any) -> tuple[dict[int, int], list[str]]:
+    """Where each branch leads to, by place, and the instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
@@ -36,14 +55,12 @@ def loops_with(kernel: Any, *names: str) -> list[list[str]]:
             labels[label[1]] = len(instructions)
         elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*);", line):
             instructions.append(instruction[1])
-    loops = []
-    for end, text in enumerate(instructions):
+    targets = {}
+    for place, text in enumerate(instructions):
         target = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
-        if target and labels.get(target[1], end) < end:
-            body = instructions[labels[target[1]] : end + 1]
-            if all(any(name in each for each in body) for name in names):
-                loops.append(body)
-    return sorted(loops, key=len)
+        if target and target[1] in labels:
+            targets[place] = labels[target[1]]
+    return targets, instructions
 
 
 def counted(body: list[str], *names: str) -> dict[str, int]:

@@ -43,6 +43,8 @@ GOLDEN_VARIANTS = (
     Variant("prefill", "prefill", window=True, softcap=True, alibi=True, sinks=True, varlen=True),
     Variant("prefill_hopper", "prefill"),
     Variant("prefill_hopper", "prefill", causal=True),
+    Variant("prefill_hopper_lazy", "prefill"),
+    Variant("prefill_hopper_lazy", "prefill", causal=True),
     Variant("decode", "decode"),
     Variant("decode", "decode", paged=True),
     Variant("decode", "decode", queries=True),

@@ -8,6 +8,7 @@ from assembled import assembler_report, counted, loops_with
 
 from autoflash import families
 from autoflash.config import Config
+from autoflash.families import prefill_hopper_lazy as lazy
 from autoflash.families.prefill_hopper import FAMILY
 from autoflash.gpu import known
 from autoflash.kernel import _compiled, compile_candidate
@@ -31,9 +32,9 @@ def compiled(p: Problem, config: Config, wide_rows: int = 0) -> list:
     return _compiled(p, config, H200, with_lse=True, wide_rows=wide_rows)[0]
 
 
-def product_loops(kernel, warpgroups: int) -> list[list[str]]:
+def product_loops(kernel, warpgroups: int, unskipped: bool = False) -> list[list[str]]:
     """Each warpgroup's loop over key blocks: the loops over tiles go round them."""
-    return loops_with(kernel, "HGMMA", "MUFU.EX2")[:warpgroups]
+    return loops_with(kernel, "HGMMA", "MUFU.EX2", unskipped=unskipped)[:warpgroups]
 
 
 # The recommended ways of each head_dim, by the length that makes them the default.
@@ -71,6 +72,28 @@ def test_products_run_side_by_side_and_nothing_spills_in_their_loop(p):
         # one for each score of a thread and two for the rescaling of its rows
         assert count["EX2"] == 64 * keys // 128 + 2
         assert count["LDL"] == count["STL"] == 0
+
+
+LONG = [problem(64, True, 4096), problem(128, True, 4096), problem(256, False, 4096)]
+
+
+@pytest.mark.parametrize("p", LONG, ids=title)
+def test_a_warp_that_raises_no_maximum_multiplies_no_sum(p):
+    """Nor takes the exponentials of factors, nor asks the other lanes of its rows."""
+    config = lazy.default(p, H200)
+    kernel = compiled(p, config)[-1]
+    report = assembler_report(kernel)
+    assert not re.findall(r"C75\d\d", report)
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= lazy.FAMILY.max_spills
+    loops = product_loops(kernel, int(config["WARPGROUPS"]), unskipped=True)
+    assert len(loops) == config["WARPGROUPS"]
+    channels, keys = p.head_dim, int(config["BLOCK_N"])
+    for body in loops:
+        count = counted(body, "HGMMA", "EX2", "FMUL", "SHFL", "VOTE", "LDL", "STL")
+        scores = 64 * keys // 128
+        products = channels // 16 + keys // 16
+        wanted = {"HGMMA": products, "EX2": scores, "VOTE": 1}
+        assert count == dict.fromkeys(("FMUL", "SHFL", "LDL", "STL"), 0) | wanted
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import ptx_emulator
 import torch
 
 
@@ -152,6 +153,7 @@ class Machine:
         self.changed = threading.Condition()
         self.here = threading.local()
         self.failure: BaseException | None = None
+        self.jumps: set[bool] = set()  # whether warps took the branches of inline assembly
 
     # waiting and arriving -----------------------------------------------------------------
 
@@ -187,7 +189,9 @@ class Machine:
             state.settle()
             self.changed.notify_all()
 
-    def assembly(self, text: str, _: str, operands: list, **__: Any) -> Any:
+    def assembly(
+        self, text: str, constraints: str, operands: list, dtype: Any, pack: int, **_: Any
+    ) -> Any:
         if text.startswith("shr.u32"):
             return operands[0] >> 30
         if text.startswith("ex2.approx"):
@@ -196,6 +200,12 @@ class Machine:
             self.add_fragments(*operands)
         elif found := re.match(r"bar\.(sync|arrive) (\d+), 256;", text):
             self.meet(found[1], int(found[2]))
+        elif text.startswith("{"):
+            dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+            results, jumps = ptx_emulator.run(text, constraints, operands, dtypes, pack)
+            self.jumps |= jumps
+            arrays = [array(each) for each in results]
+            return arrays if isinstance(dtype, tuple) else arrays[0]
         else:
             raise NotImplementedError(text)
         return None
@@ -402,7 +412,7 @@ def _fakes(machine: Machine) -> dict[str, Any]:
         arange=lambda first, end, _: array(np.arange(first, end)),
         zeros=lambda shape, dtype, _: array(np.zeros(shape, dtype)),
         full=lambda shape, value, dtype, _: array(np.full(shape, value, dtype)),
-        convert_layout=lambda values, _: values,
+        convert_layout=lambda values, _, assert_trivial=False: values,
         broadcast=np.broadcast_arrays,
         reshape=np.reshape,
         permute=np.transpose,
