@@ -10,6 +10,7 @@ from ahead import compile_ahead
 
 from autoflash.accuracy import Budget
 from autoflash.config import Config
+from autoflash.families import family_of
 from autoflash.families.family import space
 from autoflash.families.prefill_hopper import FAMILY
 from autoflash.gpu import Gpu, detect
@@ -48,7 +49,7 @@ def run(
     own_out, lse = new_outputs(inputs)
     out = own_out if out is None else out
     lse = lse if with_lse else None
-    module = module_of(FAMILY.variant(inputs.problem))
+    module = module_of(family_of(config.family).variant(inputs.problem))
     run_plan(plan_of(module, inputs, out, lse, gpu, config, poison=True))
     return out, lse
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autoflash import families
 from autoflash.config import Config
+from autoflash.families import prefill_hopper_lazy as lazy
 from autoflash.families.family import space
 from autoflash.families.prefill_hopper import FAMILY
 from autoflash.gpu import KNOWN, known
@@ -206,6 +207,30 @@ def test_knobs_without_a_chance_are_refused_while_tuning_alone(problem, knobs, w
     reason = FAMILY.refusal(problem, config, H200)
     assert reason is None if words is None else words in reason
     assert prefill_hopper_refusal(problem, config.as_dict(), H200) is None
+
+
+# By both families: the lazy one's kernels take as much, and its schedules are the same.
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_lazy_family_has_the_same_candidates_wherever_keys_are_many(head_dim, causal):
+    for seqlen in (4096, 16384):
+        problem = grid_problem(head_dim, causal, seqlen)
+        plain, rescaling = (
+            {config.knobs for config, reason in space(family, problem, H200) if reason is None}
+            for family in (FAMILY, lazy.FAMILY)
+        )
+        assert plain == rescaling
+        assert lazy.default(problem, H200).knobs == FAMILY.default(problem, H200).knobs
+
+
+def test_of_few_blocks_of_keys_the_lazy_familys_default_alone_is_a_candidate():
+    problem = grid_problem(128, True, 512)
+    candidates = [config for config, no in space(lazy.FAMILY, problem, H200) if no is None]
+    default = lazy.default(problem, H200)
+    assert [config for config in candidates if config["BLOCK_N"] == 128] == [default]
+    other = Config.of("prefill_hopper_lazy", {**default.as_dict(), "PING_PONG": 0})
+    assert "at most 4 blocks of keys" in lazy.FAMILY.refusal(problem, other, H200)
+    assert lazy.FAMILY.misfit(problem, other.as_dict(), H200) is None
 
 
 # One head of four causal tiles of 128 rows and keys, 1 to 4 blocks and 1 for the tile itself, on
