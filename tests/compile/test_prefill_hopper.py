@@ -79,7 +79,7 @@ LONG = [problem(64, True, 4096), problem(128, True, 4096), problem(256, False, 4
 
 @pytest.mark.parametrize("p", LONG, ids=title)
 def test_a_warp_that_raises_no_maximum_multiplies_no_sum(p):
-    """Nor takes the exponentials of factors, nor asks the other lanes of its rows."""
+    """Nor takes the exponentials of factors, asks the other lanes of its rows, permutes bytes."""
     config = lazy.default(p, H200)
     kernel = compiled(p, config)[-1]
     report = assembler_report(kernel)
@@ -89,11 +89,11 @@ def test_a_warp_that_raises_no_maximum_multiplies_no_sum(p):
     assert len(loops) == config["WARPGROUPS"]
     channels, keys = p.head_dim, int(config["BLOCK_N"])
     for body in loops:
-        count = counted(body, "HGMMA", "EX2", "FMUL", "SHFL", "VOTE", "LDL", "STL")
+        count = counted(body, "HGMMA", "EX2", "FMUL", "SHFL", "PRMT", "VOTE", "LDL", "STL")
         scores = 64 * keys // 128
         products = channels // 16 + keys // 16
         wanted = {"HGMMA": products, "EX2": scores, "VOTE": 1}
-        assert count == dict.fromkeys(("FMUL", "SHFL", "LDL", "STL"), 0) | wanted
+        assert count == dict.fromkeys(("FMUL", "SHFL", "PRMT", "LDL", "STL"), 0) | wanted
 
 
 @pytest.mark.parametrize(

@@ -566,6 +566,51 @@ def rescale_constraints(n):
 
 
 @gluon.jit
+def carried(
+    p,
+    WARPGROUPS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
+    """The exponentials p (64, n) as they go from a block to the next: rounded, an operand.
+
+    Of three warpgroups the first one would turn the halves of each pair about in every block: they
+    carry pairs as int32 (64, n / 2), which are an operand without an instruction.
+    """
+    if WARPGROUPS == 3:
+        low, high = gl.split(p.reshape([64, p.shape[1] // 2, 2]))
+        rounded = gl.inline_asm_elementwise(
+            pair_assembly(DTYPE), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        rounded = gl.convert_layout(p.to(DTYPE), OPERAND)
+    return rounded
+
+
+@gluon.constexpr_function
+def pair_assembly(dtype):
+    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def operand(
+    rounded,
+    WARPGROUPS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
+    """What was carried as the left side of a product."""
+    if WARPGROUPS == 3:
+        low = rounded.to(gl.int16).to(DTYPE, bitcast=True)
+        high = (rounded >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+        p = gl.join(low, high).reshape([64, 2 * rounded.shape[1]])
+        p = gl.convert_layout(p, OPERAND, assert_trivial=True)
+    else:
+        p = rounded
+    return p
+
+
+@gluon.jit
 def hide(
     work,
     config,
@@ -712,7 +757,7 @@ def attend(
     if MASKED_BLOCKS > 0:
         qk = hide(work, config, qk, start_m, (blocks - 1) * BLOCK_N, W)
     p, m_i, l_i = first_softmax(qk, scale_log2, MASKED_BLOCKS)
-    p = gl.convert_layout(p.to(q_tile.dtype), P)
+    p = carried(p, config.WARPGROUPS, q_tile.dtype, P)
     acc = gl.zeros([64, BLOCK_D], gl.float32, ACC)
     if config.EPILOGUE == "tma" and rings.q.DEPTH > 1:
         # the previous tile's out has left its slot by now
@@ -730,7 +775,8 @@ def attend(
         if config.SPLIT_WAIT:
             rings.v.wait_full(step - 1)
         v_tile = rings.v.slots.index((step - 1) % rings.v.DEPTH).reshape([BLOCK_N, BLOCK_D])
-        acc_async = warpgroup_mma(p, v_tile, acc, is_async=True)
+        left = operand(p, config.WARPGROUPS, q_tile.dtype, P)
+        acc_async = warpgroup_mma(left, v_tile, acc, is_async=True)
         pass_turn(config, step, W)
         if config.SPLIT_WAIT:
             qk = warpgroup_mma_wait(1, deps=[qk_async])
@@ -747,14 +793,15 @@ def attend(
             acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
             rings.v.release(step - 1)
         acc = rescaled(acc, alpha, raised)
-        p = gl.convert_layout(p_new.to(q_tile.dtype), P)
+        p = carried(p_new, config.WARPGROUPS, q_tile.dtype, P)
         step += 1
     if not config.Q_IN_REGISTERS and config.EPILOGUE == "direct":
         rings.q.release(turn)
     rings.v.wait_full(step - 1)
     take_turn(config, step, W)
     v_tile = rings.v.slots.index((step - 1) % rings.v.DEPTH).reshape([BLOCK_N, BLOCK_D])
-    acc_async = warpgroup_mma(p, v_tile, acc, is_async=True)
+    left = operand(p, config.WARPGROUPS, q_tile.dtype, P)
+    acc_async = warpgroup_mma(left, v_tile, acc, is_async=True)
     pass_turn(config, step, W)
     acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
     rings.v.release(step - 1)

@@ -46,8 +46,8 @@ class Array(np.ndarray):
 
     type = SimpleNamespace(layout=None)
 
-    def to(self, dtype: Any) -> "Array":
-        return self.astype(dtype).view(Array)
+    def to(self, dtype: Any, bitcast: bool = False) -> "Array":
+        return self.view(dtype) if bitcast else self.astype(dtype).view(Array)
 
 
 def array(values: Any) -> Array:
@@ -194,6 +194,8 @@ class Machine:
     ) -> Any:
         if text.startswith("shr.u32"):
             return operands[0] >> 30
+        if text.startswith("cvt.rn.f16x2.f32 $0, $2, $1"):
+            return array(np.stack(operands, axis=-1).astype(np.float16).view(np.int32)[..., 0])
         if text.startswith("ex2.approx"):
             return array(np.exp2(operands[0]))
         if "red.relaxed.gpu.global.add.v4.f32" in text:
@@ -389,6 +391,7 @@ def _fakes(machine: Machine) -> dict[str, Any]:
         base_value=None,
         shared_memory_descriptor=None,
         int8=np.int8,
+        int16=np.int16,
         int32=np.int32,
         int64=np.int64,
         float32=np.float32,
@@ -415,6 +418,8 @@ def _fakes(machine: Machine) -> dict[str, Any]:
         convert_layout=lambda values, _, assert_trivial=False: values,
         broadcast=np.broadcast_arrays,
         reshape=np.reshape,
+        split=lambda values: (array(values[..., 0]), array(values[..., 1])),
+        join=lambda low, high: array(np.stack([low, high], axis=-1)),
         permute=np.transpose,
         program_id=lambda _: Whole(machine.here.program.number),
         num_programs=lambda _: Whole(machine.here.program.grid),

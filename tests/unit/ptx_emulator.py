@@ -84,7 +84,7 @@ def _execute(text: str, registers: dict[str, np.ndarray]) -> set[bool]:
             name, *terms = re.split(r"[ ,]+", line)
             result, *given = terms
             value = FORMS[name](*(_value(term, registers) for term in given))
-            before = registers[result] if result in registers else value
+            before = registers.setdefault(result, value)
             registers[result] = np.where(at_work, value, before)
     return jumps
 

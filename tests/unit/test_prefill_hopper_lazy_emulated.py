@@ -114,7 +114,10 @@ FAULTS = {
         "shfl.sync.bfly.b32 x, a, 0, 31",
     ),
     "the second row keeps its maximum": ("selp.f32 b, b, $1, second", "selp.f32 b, $1, $1, second"),
-    "a row that keeps its maximum has another factor than 1": ("mov.f32 $3, 1.0", "mov.f32 $3, 2.0"),
+    "a row that keeps its maximum has another factor than 1": (
+        "mov.f32 $3, 1.0",
+        "mov.f32 $3, 2.0",
+    ),
     "the lanes' sums are not added up": ("gl.sum(l_i, 1)", "gl.max(l_i, 1)"),
     "the new maximum is not kept": ("mov.f32 $0, a;", ""),
 }
