@@ -151,9 +151,9 @@ def is_plain(variant: Variant) -> bool:
     """Whether it is one of the texts that the others are made from by switches.
 
     A backward is made from its prefill's, and takes three times as long to compile; decode_last
-    ends decode's kernel in another way.
+    ends decode's kernel in another way, prefill_hopper_lazy has another softmax.
     """
-    made = variant.op == "backward" or variant.family == "decode_last"
+    made = variant.op == "backward" or variant.family in ("decode_last", "prefill_hopper_lazy")
     return switches(variant) <= {"causal", "paged"} and not made
 
 
