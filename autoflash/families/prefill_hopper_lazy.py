@@ -15,7 +15,7 @@ from autoflash.runtime.hopper_validity import (
 
 LAZY = {"prefill_hopper/softmax.py.jinja": "prefill_hopper/lazy_softmax.py.jinja"}
 PARTS = tuple(LAZY.get(part, part) for part in prefill_hopper.PARTS)
-FEWEST_BLOCKS = 4  # of keys: a tile's first one is rescaled by neither family
+FEWEST_BLOCKS = 4  # of keys; before the first one of a tile there is nothing to rescale
 
 
 def variant(problem: Problem) -> Variant:

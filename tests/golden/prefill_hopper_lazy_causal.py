@@ -456,6 +456,7 @@ def lazy_softmax(
 ):
     """(p, alpha, raised, m_i, l_i) of a further block; alpha is the factor of what was summed
     before, and `raised` whether any row of the warp has another one than 1."""
+    # &: results are written while operands are still to be read
     m_i, alpha, raised = gl.inline_asm_elementwise(
         raise_assembly(),
         "=&f,=&f,=&f,=&f,=&r,=&r,f,f,0,1,f,f",
