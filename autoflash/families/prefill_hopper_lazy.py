@@ -30,7 +30,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why the config is wrong for the problem, or cannot be fast; None for a candidate."""
     knobs = config.as_dict()
-    few = FEWEST_BLOCKS * knobs["BLOCK_N"]
+    few = FEWEST_BLOCKS * int(knobs["BLOCK_N"])
     if problem.seqlen_k <= few and config != default(problem, gpu):
         return f"at most {FEWEST_BLOCKS} blocks of keys, whose sums are rescaled few times anyway"
     return prefill_hopper.refusal(problem, Config.of("prefill_hopper", knobs), gpu)
