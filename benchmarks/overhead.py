@@ -28,15 +28,12 @@ ROUNDS, UNTIMED = 41, 3
 PREFILL = Problem("prefill", "bf16", 1, 32, 8, 128, 512, 512)
 DECODE = Problem("decode", "bf16", 8, 32, 8, 128, 1, 1024, page_size=16, lengths="ragged")
 
-# What prefill's operator takes beside: packed sequences, then masks.
-PLAIN = (None, None, None, None, None, None, None, None, 0, 0, None, None, None, None)
-
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     module = load_module(options.module)
     results = []
-    with torch.inference_mode():
+    with torch.no_grad():  # inference mode would pass by what the operator has of autograd
         for problem, ours, peers in (
             (PREFILL, prefill_calls(module), prefill_makers()),
             (DECODE, decode_calls(module), decode_makers()),
@@ -50,7 +47,10 @@ def main() -> None:
                 result = case_result(case, times, left_out)
                 results.append(result)
                 print(case, {name: round(us, 2) for name, us in times.items()})
-    print(write_results("overhead", results, peer_versions(), calls=CALLS, rounds=ROUNDS))
+    operator = f"{module.operator_namespace()}::prefill"
+    autograd = torch._C._dispatch_has_kernel_for_dispatch_key(operator, "Autograd")
+    more = {"calls": CALLS, "rounds": ROUNDS, "autograd_registered": autograd}
+    print(write_results("overhead", results, peer_versions(), **more))
 
 
 def prefill_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
@@ -65,9 +65,7 @@ def prefill_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
 
     def operator(one: Inputs) -> Call:
         operators = getattr(torch.ops, module.operator_namespace())
-        numbers = (True, -1, -1, None, 0.0, "bshd")
-        values = (one.q, one.k, one.v, None, None, None, *numbers, *PLAIN, False, False)
-        return functools.partial(operators.prefill.default, *values)
+        return functools.partial(operators.prefill.default, one.q, one.k, one.v, True)  # causal
 
     return {"out given": given_out, "direct": direct, "operator": operator}
 
@@ -90,10 +88,7 @@ def decode_calls(module: ModuleType) -> dict[str, Callable[[Inputs], Call]]:
     def operator(one: Inputs) -> Call:
         operators = getattr(torch.ops, module.operator_namespace())
         read = (one.q[:, 0], one.k, one.v, one.cache_seqlens, one.block_table)
-        hints = (one.problem.seqlen_k, "ragged", "permuted")
-        off = (None, None, None, -1, -1, 0.0)  # slopes, sinks, positions, window, softcap
-        values = (*read, None, None, None, None, "nhd", *hints, *off, None, False)
-        return functools.partial(operators.decode.default, *values)
+        return functools.partial(operators.decode.default, *read, one.problem.seqlen_k)
 
     return {
         "out given": lambda one: given_out(one, out=torch.empty_like(one.q[:, 0])),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from inspect import signature
 
 import pytest
 import torch
@@ -178,55 +179,91 @@ def test_a_gradient_and_what_is_not_served_are_refused_while_compiling(module):
 
 
 def every_operator(module):
-    """Calls of the operators with all arguments given."""
+    """Calls of the operators, each option given in one of them: positional arguments, options."""
     operators = getattr(torch.ops, module.operator_namespace())
-    q, k, v = prefill_call()
+    q, k, v = read = prefill_call()
     slopes, sinks = torch.rand(4), torch.rand(4)
     bias = torch.rand(20, 40).bfloat16()
-    none, plainly = (None, None, None, None), (True, -1, -1, None, 0.0, "bshd")
-    unmasked = (None, None, None, None, 0, 0, None, None, None, None)
-    whole = (*none, *unmasked, False, False)
-    sloped = (q, k, v, slopes, None, sinks, True, 9, 0, 0.25, 3.0, "bshd", *whole)
-    biased = (q, k, v, None, bias, sinks, False, 9, 5, None, 0.0, "bshd", *whole)
-    yield operators.prefill.default, sloped
-    yield operators.prefill.default, biased
-    yield operators.prefill_out.default, (*sloped, torch.empty_like(q))
+    window = {"window_left": 9, "window_right": 5}
+    numbers = {**window, "causal": True, "softmax_scale": 0.25, "softcap": 3.0, "layout": "bshd"}
+    sloped = {**numbers, "alibi_slopes": slopes, "sinks": sinks, "deterministic": True}
+    yield operators.prefill.default, read, {}
+    yield operators.prefill.default, read, sloped
+    yield operators.prefill.default, read, {**window, "bias": bias, "check": True}
+    yield operators.prefill_out.default, (*read, torch.empty_like(q)), sloped
     starts_q, starts_k = torch.tensor([0, 7, 20]), torch.tensor([0, 30, 40])
-    packed = (q[0], k[0], v[0], None, None, None, True, -1, -1, None, 0.0, "thd")
-    yield operators.prefill.default, (*packed, starts_q, starts_k, 13, 30, *unmasked, True, False)
+    packing = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
+    packing |= {"max_seqlen_q": 13, "max_seqlen_k": 30, "layout": "thd"}
+    yield operators.prefill.default, (q[0], k[0], v[0]), packing
     documents = torch.arange(40).int()[None] // 9
-    masked = (None, None, None, None, 0, 0, documents, None, None, 20)
-    plain = (*sloped[:3], *none[:3], *plainly, *none)
-    yield operators.prefill.default, (*plain, *masked, False, False)
+    told = {"document_ids": documents, "density": 20}
+    yield operators.prefill_masked.default, read, {"causal": True, **told}
+    yield operators.prefill_masked_out.default, (*read, torch.empty_like(q)), told
     counts, columns = torch.ones(1, 1, 2).int(), torch.zeros(1, 1, 2, 3).int()
-    blocks = (counts, columns, counts, columns, 16, 16, None, None, None, None)
-    yield operators.prefill.default, (*plain, *blocks, True, False)
-    parts = (q[0], torch.rand(4, 20), q[0] * 2, torch.rand(4, 20), "thd")
-    yield operators.merge.default, parts
-    q, k, v, lengths, table = decode_call()
-    hints = (40, "ragged", "permuted")
-    on = (torch.rand(q.shape[2]), torch.rand(q.shape[2]), None, 9, -1, 2.0)
-    plain = (q, k, v, lengths, table, None, None, None, None, "nhd", *hints, *on, 0.25, True)
-    yield operators.decode.default, plain
-    yield operators.decode.default, (q[:, 0], *plain[1:])
-    yield operators.decode_out.default, (*plain, torch.empty_like(q))
+    blocks = {"kv_num_blocks": counts, "kv_indices": columns, "mask_block_q": 16}
+    full = {"full_kv_num_blocks": counts, "full_kv_indices": columns, "mask_block_k": 16}
+    yield operators.prefill_masked.default, read, {**blocks, **full, "check": True}
+    parts = (q[0], torch.rand(4, 20), q[0] * 2, torch.rand(4, 20))
+    yield operators.merge.default, parts, {"layout": "thd"}
+    *read, table = decode_call()
+    q, k, v, lengths = read
+    numbers = {"window_left": 9, "softcap": 2.0, "softmax_scale": 0.25, "max_seqlen_k": 40}
+    plain = {**numbers, "block_table": table, "kv_layout": "nhd", "check": True}
+    plain |= {"alibi_slopes": slopes, "sinks": sinks, "lengths": "equal", "pages": "contiguous"}
+    yield operators.decode.default, read, plain
+    yield operators.decode.default, (q[:, 0], *read[1:]), {"block_table": table}
+    yield operators.decode_out.default, (*read, torch.empty_like(q)), plain
     k8, v8 = ((cache * 8).nan_to_num().to(torch.int8) for cache in (k, v))
-    scales = (torch.rand(2) + 1, None, None, 0.5)
-    yield operators.decode.default, (q, k8, v8, lengths, table, *scales, *plain[9:])
+    scaled = {**plain, "k_scale": torch.rand(2) + 1, "v_number": 0.5}
+    yield operators.decode.default, (q, k8, v8, lengths), scaled
     new = [torch.rand(2, 2, 32).bfloat16() for _ in "kv"]
     slots = torch.tensor([3, -1])
-    yield operators.append_kv.default, (*new, k, v, slots, None, None, None, None, "nhd")
+    yield operators.append_kv.default, (*new, k, v, slots), {}
     token_scales = [torch.rand(k8.shape[:3]) for _ in "kv"]
-    yield (
-        operators.append_kv.default,
-        (*new, k8, v8, slots, *token_scales, None, None, "nhd"),
-    )
+    scales = dict(zip(("k_scale", "v_scale"), token_scales, strict=True))
+    yield operators.append_kv.default, (*new, k8, v8, slots), {**scales, "kv_layout": "nhd"}
 
 
-@pytest.mark.parametrize("number", range(13))
+@pytest.mark.parametrize("number", range(15))
 def test_torchs_own_check_of_operators_passes(module, number):
-    operator, arguments = list(every_operator(module))[number]
-    assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
+    operator, arguments, options = list(every_operator(module))[number]
+    checks = torch.library.opcheck(operator, tuple(arguments), options)
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_what_an_operator_is_not_given_is_what_its_function_takes_it_for(module):
+    """Else a call by the operator would mean another thing than one by the function."""
+    windows = {"window_left": -1, "window_right": -1}  # of the function, one tuple
+    elsewhere = {*windows, "k_number", "v_number", *module.FLAT_MASKS[:6]}
+    for name, schema in module.OPERATOR_SCHEMAS.items():
+        operator = getattr(getattr(torch.ops, module.operator_namespace()), name).default
+        given = {each.name: each for each in operator._schema.arguments}
+        optional = [each.has_default_value() for each in given.values()]
+        assert optional == sorted(optional), f"{schema}: an option before what is required"
+        if name == "prefill_gradients":
+            continue
+        function = signature(getattr(module, name.removesuffix("_out").removesuffix("_masked")))
+        for option, each in given.items():
+            if option in elsewhere:
+                assert each.default_value == windows.get(option, 0 if "block_" in option else None)
+            elif each.has_default_value():
+                assert each.default_value == function.parameters[option].default, (name, option)
+
+
+def test_a_graph_keeps_of_a_call_what_is_no_default(module):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node for node in graph.graph.nodes if "autoflash" in str(node.target)])
+        return graph
+
+    def layer(q, k, v):
+        return module.prefill(q, k, v, causal=True)
+
+    compiler = torch._dynamo.backends.common.aot_autograd(fw_compiler=backend)
+    torch.compile(layer, fullgraph=True, backend=compiler)(*prefill_call())
+    ((call,),) = graphs
+    assert (len(call.args), call.args[3:], call.kwargs) == (4, (True,), {})
 
 
 def test_two_imports_of_one_module_have_operators_of_their_own(module, text, tmp_path):

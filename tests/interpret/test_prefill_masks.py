@@ -359,7 +359,7 @@ def test_masks_are_one_operator_of_one_graph(exported: ModuleType) -> None:
     compiled = torch.compile(exported.prefill, fullgraph=True, backend=backend)
     out = compiled(inputs.q, inputs.k, inputs.v, **options)
     assert torch.equal(out, exported.prefill(inputs.q, inputs.k, inputs.v, **options))
-    assert graphs == [[f"{exported.operator_namespace()}.prefill.default"]] * 3
+    assert graphs == [[f"{exported.operator_namespace()}.prefill_masked.default"]] * 3
 
 
 def test_what_was_not_tuned_and_is_not_carried_is_told(exported: ModuleType) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from exported_calls import load_module
 from making import H200, backward_of, prefill_of, winner_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoflash.accuracy import GradientBudget
 from autoflash.export import export
@@ -15,8 +16,6 @@ from autoflash.forward import forward
 from autoflash.gradients import Gradients, ModifierGradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
-from autoflash.runtime.masks import flat_masks
-from autoflash.runtime.modifiers import NO_MODIFIERS
 
 CAUSAL = Problem("backward", "bf16", 1, 2, 1, 64, 20, 33)
 
@@ -268,21 +267,61 @@ def test_a_compiled_graph_refuses_gradients_of_slopes_and_of_what_is_to_be_writt
         prefill(q, k, v, out=torch.empty_like(q))
 
 
-def test_the_operator_has_no_gradients_under_masks(module):
-    inputs = make_inputs(CAUSAL)
+def test_the_operator_of_masks_refuses_gradients(module):
     documents = torch.zeros(CAUSAL.batch, CAUSAL.seqlen_k, dtype=torch.int32)
-    masked = flat_masks(True, None, documents, None, None, None)
-    rest = (True, -1, -1, None, 0.0, inputs.problem.layout, None, None, None, None)
-    operator = getattr(torch.ops, module.operator_namespace()).prefill.default
-    out, _ = operator(*leaves(inputs), None, None, None, *rest, *masked, False, False)
-    with pytest.raises(Exception, match="document_ids are not served yet"):
-        out.float().sum().backward()
+    operator = getattr(torch.ops, module.operator_namespace()).prefill_masked.default
+    with pytest.raises(Exception, match="requires grad and there is no backward yet"):
+        operator(*leaves(make_inputs(CAUSAL)), causal=True, document_ids=documents)
 
 
 def test_torchs_own_check_of_the_operator_with_gradients_passes(module):
     inputs = make_inputs(replace(CAUSAL, bias=True, sinks=True))
-    given = (*leaves(inputs), None, inputs.bias.requires_grad_(), inputs.sinks.requires_grad_())
-    unmasked = (*flat_masks(True, *NO_MODIFIERS.masks), False, False)
-    rest = (True, -1, -1, None, 0.0, "bshd", None, None, None, None, *unmasked)
+    more = {"bias": inputs.bias.requires_grad_(), "sinks": inputs.sinks.requires_grad_()}
     operator = getattr(torch.ops, module.operator_namespace()).prefill.default
-    assert set(torch.library.opcheck(operator, (*given, *rest)).values()) == {"SUCCESS"}
+    for options in ({"causal": True}, {"causal": True, **more}):
+        checks = torch.library.opcheck(operator, leaves(inputs), options)
+        assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_the_operator_called_by_itself_has_the_gradients_of_the_function(module):
+    inputs = make_inputs(CAUSAL, wide_rows=1)
+    operator = getattr(torch.ops, module.operator_namespace()).prefill.default
+
+    def prefill(*tensors, return_lse, **options):
+        return operator(*tensors, **options)
+
+    found = gradients_of(SimpleNamespace(prefill=prefill), inputs)
+    assert all(map(torch.equal, found, gradients_of(module, inputs)))
+
+
+def test_the_operator_is_dispatched_twice_only_where_a_mode_has_a_say(module, monkeypatch):
+    operator = getattr(torch.ops, module.operator_namespace()).prefill.default
+    inputs, again = make_inputs(CAUSAL), []
+    redispatch = type(operator).redispatch
+
+    def watched(self, *given):
+        again.append(self)
+        return redispatch(self, *given)
+
+    monkeypatch.setattr(type(operator), "redispatch", watched)
+    for tensors in ((inputs.q, inputs.k, inputs.v), leaves(inputs)):
+        again.clear()
+        expected = operator(*tensors, True)
+        assert again == []
+        with SeenOperators() as seen:
+            found = operator(*tensors, True)
+        assert seen.operators[0] is operator and again == [operator]
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other) and one.requires_grad == other.requires_grad
+
+
+class SeenOperators(TorchDispatchMode):
+    """A mode that notes what is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.operators.append(operator)
+        return operator(*args, **(kwargs or {}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoflash.inputs import make_inputs
-from autoflash.runtime.operators import DECODE_SCHEMA, PREFILL_SCHEMA
+from autoflash.runtime.schemas import DECODE_LEFT_OUT, PREFILL_LEFT_OUT
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -41,7 +41,7 @@ def test_each_way_calls_the_modules_function_with_out_or_without(overhead, op):
     assert len(asked) == 2
 
 
-def test_the_operators_are_given_an_argument_for_each_of_their_schema(overhead, monkeypatch):
+def test_the_operators_are_given_what_the_functions_are(overhead, monkeypatch):
     asked = {}
 
     def operator(name):
@@ -52,8 +52,15 @@ def test_the_operators_are_given_an_argument_for_each_of_their_schema(overhead, 
     module = SimpleNamespace(operator_namespace=lambda: "overhead_test")
     overhead.prefill_calls(module)["operator"](small(overhead.PREFILL))()
     overhead.decode_calls(module)["operator"](small(overhead.DECODE))()
-    assert len(asked["prefill"]) == len(PREFILL_SCHEMA.split(","))
-    assert len(asked["decode"]) == len(DECODE_SCHEMA.split(","))
+    prefill, decode = (
+        dict(zip(options, asked[name][place:], strict=False))
+        for name, place, options in (
+            ("prefill", 3, PREFILL_LEFT_OUT),
+            ("decode", 4, DECODE_LEFT_OUT),
+        )
+    )
+    assert prefill == {"causal": True}
+    assert list(decode) == ["block_table", "max_seqlen_k"] and decode["max_seqlen_k"] == 32
 
 
 def test_every_contender_is_called_as_often_in_turn(overhead, monkeypatch):
