@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton import knobs
@@ -56,13 +56,17 @@ def _compile_all(module: Path, made: Path, jobs: int) -> int:
     tasks = [(module, made, gpu, share, jobs) for gpu in _targets(module) for share in range(jobs)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        targets = set(pool.map(_compile_share, tasks))
+        shares = list(pool.map(_compile_share, tasks))
     for library in sorted(cache.glob("*/*.so")):
         kept = new / BUNDLE_BUILT / library.parent.name / library.name
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(library, kept)
-    told = {"triton": triton.__version__, "targets": sorted(targets)}
-    (new / BUNDLE_MANIFEST).write_text(json.dumps(told) + "\n")
+    told = {
+        "triton": triton.__version__,
+        "targets": sorted({share.target for share in shares}),
+        "gluon": any(share.gluon for share in shares),
+    }
+    (new / BUNDLE_MANIFEST).write_text(json.dumps(told, sort_keys=True) + "\n")
     return len(list((new / BUNDLE_KERNELS).iterdir()))
 
 
@@ -72,8 +76,15 @@ def _targets(module: Path) -> list[int]:
     return [place for place, device in enumerate(devices) if device not in devices[:place]]
 
 
-def _compile_share(task: tuple[Path, Path, int, int, int]) -> str:
-    """Compile every `jobs`-th plan of a GPU from number `share` on; the target."""
+class Share(NamedTuple):
+    """What a process tells of the kernels that it compiled."""
+
+    target: str
+    gluon: bool  # whether kernels are written in it
+
+
+def _compile_share(task: tuple[Path, Path, int, int, int]) -> Share:
+    """Compile every `jobs`-th plan of a GPU from number `share` on."""
     path, made, gpu, share, jobs = task
     os.environ["TRITON_CACHE_DIR"] = str(made / "cache")
     knobs.nvidia.libcuda_path = str(made / "stub")
@@ -83,8 +94,10 @@ def _compile_share(task: tuple[Path, Path, int, int, int]) -> str:
     device = module.installed().tables.gpus[gpu].device
     target = compile_only(device)
     module.keep_compiled(made / "bundle")
+    gluon = False
     for plan in islice(module.warm_plans(device), share, None, jobs):
         for kernel in module.compile_plan(plan):
+            gluon |= type(kernel.src.fn).__module__.startswith(module.GLUON)
             with _unloadable():
                 _build_launcher(kernel)
     if share == 0 and target.backend == "cuda":
@@ -93,7 +106,7 @@ def _compile_share(task: tuple[Path, Path, int, int, int]) -> str:
         for build in (CudaUtils, lambda: compile_module_from_src(*module.RECALL_SOURCE)):
             with _unloadable():
                 build()
-    return module.bundle_target(target)
+    return Share(module.bundle_target(target), gluon)
 
 
 def _build_launcher(kernel: Any) -> None:
@@ -111,14 +124,15 @@ def _unloadable() -> Iterator[None]:
 
 
 def _make_libcuda(folder: Path) -> None:
-    """A library without anything, to link with what a GPU's driver brings."""
+    """A library to link with in place of what a GPU's driver brings."""
     folder.mkdir()
-    (folder / "empty.c").touch()
+    # a linker may leave out a library of which nothing is needed; this all of triton's C does
+    (folder / "driver.c").write_text("void cuGetErrorString(void) {}\n")
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise ExportError("a bundle needs a C compiler, for what launches its kernels")
-    command = [compiler, "-shared", f"-Wl,-soname,{LIBCUDA}", "empty.c", "-o", LIBCUDA]
-    subprocess.run(command, cwd=folder, check=True)
+    command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{LIBCUDA}", "driver.c"]
+    subprocess.run([*command, "-o", LIBCUDA], cwd=folder, check=True)
 
 
 def _loaded(path: Path) -> ModuleType:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from itertools import count
@@ -103,6 +104,37 @@ def decode(module, lse=False, tokens=16):
 def test_calls_like_the_tuned_ones_compile_nothing(made, module, lse):
     assert module.use_bundle(made / "bundle")
     decode(module, lse, tuned().decision.problem.page_size)
+
+
+def test_no_source_is_hashed_for_a_kernel_of_a_bundle(made, module, monkeypatch):
+    """It takes long, and triton's hash depends on which kernels it was asked of before."""
+    module.use_bundle(made / "bundle")
+    monkeypatch.setattr("triton.runtime.jit.DependenciesFinder", None)
+    decode(module, tokens=tuned().decision.problem.page_size)
+
+
+def test_what_kernels_are_written_in_is_imported_with_their_bundle(
+    made, module, monkeypatch, tmp_path
+):
+    told = json.loads((made / "bundle/manifest.json").read_text())
+    assert told["gluon"] is False  # decode is written in triton
+    other = shutil.copytree(made / "bundle", tmp_path / "other")
+    (other / "manifest.json").write_text(json.dumps({**told, "gluon": True}))
+    imported = []
+    monkeypatch.setattr(module, "import_module", imported.append)
+    module.use_bundle(made / "bundle")
+    assert imported == []
+    module.use_bundle(other)
+    assert imported == ["triton.experimental.gluon"]
+
+
+def test_what_a_c_compiler_made_finds_the_driver_by_itself(made):
+    """Nobody else in a process need have loaded it where its functions are found."""
+    built = {each.name.split(".")[0]: each for each in (made / "bundle/built").rglob("*.so")}
+    for name in ("__triton_launcher", "cuda_utils"):
+        command = ["readelf", "-d", str(built[name])]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert "[libcuda.so.1]" in told, name
 
 
 def test_a_process_is_told_of_a_bundle_by_its_environment(made, module, monkeypatch):
