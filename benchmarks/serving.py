@@ -13,7 +13,7 @@ import inspect
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +27,8 @@ from autoflash.turns import turns
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "transformers_attention.py"
 PEERS = ("sdpa", "flex_attention")
 ROUNDS, UNTIMED = 12, 2
+# Logits (batch, vocabulary) and which step they are of to tokens (batch, 1).
+Choose = Callable[[torch.Tensor, int], torch.Tensor]
 NORMAL_95 = 1.96  # standard errors on both sides of a mean
 
 
@@ -112,19 +114,25 @@ def llama(options: Any, dtype: torch.dtype, device: str = "cuda") -> Any:
         return transformers.LlamaForCausalLM(config).to(dtype).eval()
 
 
-def generated(model: Any, attention: str, prompt: torch.Tensor, tokens: int) -> Generation:
-    """Greedy generation with this attention, each token read by the host before the next step."""
+def greedy(logits: torch.Tensor, step: int) -> torch.Tensor:
+    return logits.argmax(-1, keepdim=True)
+
+
+def generated(
+    model: Any, attention: str, prompt: torch.Tensor, tokens: int, choose: Choose = greedy
+) -> Generation:
+    """Generation with this attention, each token read by the host before the next step."""
     model.set_attn_implementation(attention)
     named = inspect.signature(model.forward).parameters  # which transformers renames
     static = importlib.import_module("transformers").StaticCache
     cache = static(config=model.config, max_cache_len=prompt.shape[1] + tokens)
     held = {"cache" if "cache" in named else "past_key_values": cache, "use_cache": True}
     given, made, logits, seconds = prompt, [], [], []
-    for _ in range(tokens):
+    for step in range(tokens):
         synchronize(prompt)
         start = time.perf_counter()
         last = model(input_ids=given, **held, logits_to_keep=1).logits[:, -1]
-        given = last.argmax(-1, keepdim=True)
+        given = choose(last, step)
         made.append(given.tolist())
         seconds.append(time.perf_counter() - start)
         logits.append(last)
