@@ -29,6 +29,7 @@ from autoflash.search.exhaustive import exhaustive
 from autoflash.worker import LimitReached
 
 SCREENING_SHARE = 0.65  # of a problem's time, where there is a limit; the rest is the final's
+ASIDE = 8  # trials on another shape, before it is seen whether a compiler is done
 GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed any further
 
 
@@ -123,20 +124,26 @@ class Contest:
                 return
 
     def _aside(self) -> bool:
-        """One trial on a later shape, while this one's candidates are compiled; False if none."""
+        """A few trials on a later shape, while this one's candidates are compiled; False if none.
+
+        Each change of shapes costs the GPU new buffers.
+        """
         lab, entrants = self._lab, self._entrants
-        for other, config in wanted_elsewhere(lab, entrants, self._problem, self._times()):
-            if other in self._too_large:
-                continue
-            if other not in self._elsewhere:
-                self._elsewhere[other] = Contest(lab, entrants, other, self._limit)
-            try:
-                self._elsewhere[other]._screen(config)
-            except Failure:  # its own contest will tell
-                self._too_large.add(other)
-                continue
-            return True
-        return False
+        wanted = wanted_elsewhere(lab, entrants, self._problem, self._times())
+        fitting = ((p, config) for p, config in wanted if p not in self._too_large)
+        few = list(itertools.islice(fitting, ASIDE))
+        if not few:
+            return False
+        other = few[0][0]
+        if other not in self._elsewhere:
+            self._elsewhere[other] = Contest(lab, entrants, other, self._limit)
+        configs = [config for problem, config in few if problem == other]
+        try:
+            for number, config in enumerate(configs):
+                self._elsewhere[other]._screen(config, configs[number + 1 : number + 3])
+        except Failure:  # its own contest will tell
+            self._too_large.add(other)
+        return True
 
     def _ask_ahead(self, best: Config) -> None:
         """Have compiled what a strategy may propose next, now that this is the best so far."""

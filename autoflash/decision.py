@@ -61,7 +61,9 @@ def paired_interval(slower: Sequence[float], faster: Sequence[float]) -> Interva
     value = float(np.median(ratios)) - 1
     if len(ratios) < FEWEST_ROUNDS:
         return Interval(value, -1.0, max(1.0, value))
-    medians = np.median(ratios[_drawn(len(ratios))], axis=1)
+    ordered = np.sort(ratios[_drawn(len(ratios))], axis=1)  # np.median takes twice as long
+    middle = (len(ratios) - 1) // 2, len(ratios) // 2
+    medians = (ordered[:, middle[0]] + ordered[:, middle[1]]) / 2
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(medians, (tail, 1 - tail))
     return Interval(value, float(low) - 1, float(high) - 1)

@@ -36,8 +36,8 @@ def side_by_side(
     """
     entrants.wait_for(configs, limit)
     entered = {}
-    for config in configs:
-        trial = _enter(lab, entrants, problem, config, stage)
+    for config, after in zip(configs, (*configs[1:], None), strict=True):
+        trial = _enter(lab, entrants, problem, config, stage, after)
         if trial is not None:
             entered[config] = trial
     race = Race(lab, entrants, problem, stage, list(entered))
@@ -67,13 +67,22 @@ def with_times(trial: Trial, regime: str, samples: Sequence[float], clocks: Cloc
 
 
 def _enter(
-    lab: Lab, entrants: Entrants, problem: Problem, config: Config, stage: str
+    lab: Lab,
+    entrants: Entrants,
+    problem: Problem,
+    config: Config,
+    stage: str,
+    after: Config | None,
 ) -> Trial | None:
-    """The config's trial, without times yet, once it is right at the real size and armed."""
+    """The config's trial, without times yet, once it is right at the real size and armed.
+
+    `after` is who enters after it.
+    """
     started = time.monotonic()
     try:
-        verdict = lab.worker.check_full(config, lab.seed)
-        lab.worker.arm(config, lab.effort.sample_cap_us)
+        cap_us = lab.effort.sample_cap_us
+        verdict = lab.worker.check_full(config, lab.seed, cap_us)
+        lab.worker.arm(config, cap_us, (after, lab.seed) if after else None)
     except Failure as failure:
         entrants.fail(problem, config, stage, failure, time.monotonic() - started)
         return None

@@ -217,11 +217,16 @@ class Worker:
         # whose fault the process died of shows without the other
         return self._attempt("screen", *asked[:4], None, deadline_s=deadline_s)
 
-    def check_full(self, config: Config, seed: int) -> Verdict:
-        return self._attempt("check_full", config, seed, deadline_s=self._deadlines.check_s)
+    def check_full(self, config: Config, seed: int, cap_us: float | None = None) -> Verdict:
+        """As a device does. With `cap_us` the process goes on to arm the config."""
+        then = ("answer", ("arm", config, cap_us)) if cap_us is not None else None
+        deadline_s = self._deadlines.check_s
+        return self._attempt("check_full", config, seed, deadline_s=deadline_s, then=then)
 
-    def arm(self, config: Config, cap_us: float) -> None:
-        self._attempt("arm", config, cap_us, deadline_s=self._deadlines.time_s)
+    def arm(self, config: Config, cap_us: float, after: tuple[Config, int] | None = None) -> None:
+        """As a device does. The process goes on with `check_full` of what comes `after`."""
+        then = ("answer", ("check_full", *after)) if after is not None else None
+        self._attempt("arm", config, cap_us, deadline_s=self._deadlines.time_s, then=then)
         self._armed[config] = cap_us
 
     def sample(self, rounds: Sequence[Sequence[Config]]) -> list[tuple[list[float], bool]]:

@@ -28,10 +28,10 @@ class Worker:
     def prepare(self, problem, seed):
         self._prepared += 1  # once for cross timing, once more for a final
 
-    def check_full(self, config, seed):
+    def check_full(self, config, seed, cap_us=None):
         return None
 
-    def arm(self, config, cap_us):
+    def arm(self, config, cap_us, after=None):
         pass
 
     def sample(self, rounds):

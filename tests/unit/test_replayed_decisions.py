@@ -22,10 +22,10 @@ class Gpu:
     def __init__(self, recorded, random):
         self._timed, self._random = recorded.timed, random
 
-    def check_full(self, config, seed):
+    def check_full(self, config, seed, cap_us=None):
         pass
 
-    def arm(self, config, cap_us):
+    def arm(self, config, cap_us, after=None):
         pass
 
     def sample(self, rounds):

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 from fake_device import CLOCKS, GPU
 
+from autoflash import worker as workers
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.effort import EFFORTS, TimeLimit
@@ -59,6 +60,34 @@ def raced(noise, stage="final", effort=EFFORT, dies=None, times=None):
     samples = side_by_side(lab, entrants, PROBLEM, list(times), stage, ROUNDS, limit)
     assert entrants.wait_for.call_args.args == (list(times), limit)
     return {config: len(taken) for config, taken in samples.items()}, failed
+
+
+class Process:
+    """A worker's process that notes every call and what it was told to go on with."""
+
+    starts, pid = 1, 1
+
+    def __init__(self, *_):
+        self.calls = []
+
+    def call(self, _, *asked, deadline_s, then=None):
+        self.calls.append((asked, then and then[1]))
+        sample = [([1.0] * len(each), False) for each in asked[1]] if asked[0] == "sample" else None
+        return sample or CLOCKS, 0.0, 0.0
+
+
+def test_between_the_finalists_the_process_goes_on_by_itself():
+    worker = workers.Worker(Mock(), child=Process)
+    entrants = SimpleNamespace(
+        wait_for=Mock(),
+        trial=lambda problem, config, stage, *_: Trial(problem, config, "d", "correct", stage),
+    )
+    lab = SimpleNamespace(worker=worker, journal=Mock(), gpu=GPU, effort=EFFORT, seed=7)
+    side_by_side(lab, entrants, PROBLEM, [ONE, FAR], "cross", 3, TimeLimit(None))
+    calls = worker._child.calls
+    assert [asked[0] for asked, _ in calls[:4]] == ["check_full", "arm"] * 2
+    told = [then for _, then in calls]
+    assert told[:3] == [asked for asked, _ in calls[1:4]] and told[3] is None
 
 
 def test_a_final_that_noise_leaves_open_goes_on_for_those_it_concerns():
