@@ -64,10 +64,15 @@ class Options:
     strategy: str
     argv: tuple[str, ...]
     lock_clocks: bool = False
+    keep_kernels: bool = False
 
     def done(self) -> bool:
         """Whether the search was not cut short by its budget."""
         return not (self.limit.over or self.limit.cut)
+
+    def forgets_kernels(self) -> bool:
+        """Whether what was compiled is of no more use once the search has ended."""
+        return self.done() and not self.keep_kernels
 
 
 @dataclass(frozen=True)
@@ -132,12 +137,14 @@ def tune(
     argv: Sequence[str] = (),
     lock_clocks: bool = False,
     machine: Machine | None = None,
+    keep_kernels: bool = False,
 ) -> TuneResult:
     """Search every problem of the workload; each trial is in the database once it is made.
 
     `db` None is the user's own database. `target` names a known GPU to predict for, whatever is
     in this machine. `budget_s` is a hard limit in seconds. `lock_clocks` holds the GPU's clock
-    where the driver allows it. Run again, it goes on where it was stopped. Raises SearchError
+    where the driver allows it. `keep_kernels` leaves what is compiled to the next search on this
+    machine. Run again, it goes on where it was stopped. Raises SearchError
     when every candidate of every problem failed, and BudgetError when the budget ended before any
     was checked and timed; neither stores a winner.
     """
@@ -149,6 +156,7 @@ def tune(
         argv=argv,
         lock_clocks=lock_clocks,
     )
+    options = replace(options, keep_kernels=keep_kernels)
     predicted_for = gpus.known(target) if target else None
     machine = machine or this_machine(gpu_index)
     if machine.device is None or predicted_for:
@@ -158,7 +166,7 @@ def tune(
     limit, device, deadlines = options.limit, machine.device, machine.deadlines
     with (
         Store.open(db) as store,
-        scratch_cache(options.done) as scratch,
+        scratch_cache(options.forgets_kernels) as scratch,
         compiling(machine, scratch) as pool,
         closing(Worker(device, deadlines, lambda: limit.left_s, scratch)) as worker,
     ):

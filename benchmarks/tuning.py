@@ -265,19 +265,29 @@ def _contenders(standard: Decision, exhaustive: Decision) -> list[Config]:
 
 
 def _tune(
-    problems: Mapping[str, Problem], db: Path, effort: str, strategy: str, seed: int, gpu: int = 0
+    problems: Mapping[str, Problem],
+    db: Path,
+    effort: str,
+    strategy: str,
+    seed: int,
+    gpu: int = 0,
+    **more: bool,
 ) -> TuneResult:
     workload = Workload("tuning", tuple((problem, 1.0) for problem in problems.values()))
-    asked = {"effort": effort, "strategy": strategy, "seed": seed}
+    asked = {"effort": effort, "strategy": strategy, "seed": seed, **more}
     return tune(workload, db=db, gpu_index=gpu, **asked)
 
 
 def _tune_apart(
     problems: Mapping[str, Problem], db: Path, seed: int, gpu: int, gpus: int
 ) -> TuneResult:
-    """A search on one of several GPUs, with its share of the cores."""
+    """A search on one of several GPUs, with its share of the cores.
+
+    What it compiles is left to the next one: of interest is what is chosen.
+    """
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[gpu::gpus])
-    return _tune(problems, db, "standard", "auto", seed, gpu)
+    last = seed == max(LIVE_SEEDS)
+    return _tune(problems, db, "standard", "auto", seed, gpu, keep_kernels=not last)
 
 
 def main() -> None:

@@ -112,7 +112,9 @@ class CachingCompiler(Caching, FakeCompiler):
     pass
 
 
-def test_compilers_and_gpu_of_a_search_share_a_cache_of_which_nothing_is_left(caches, monkeypatch):
+def test_compilers_and_gpu_of_a_search_share_a_cache_of_which_nothing_is_left_unless_asked(
+    caches, monkeypatch
+):
     monkeypatch.setenv("NOTES", str(caches / "notes"))
     (caches / "notes").mkdir()
     machine = Machine(partial(CachingDevice), partial(CachingCompiler), compile_processes=1)
@@ -122,3 +124,6 @@ def test_compilers_and_gpu_of_a_search_share_a_cache_of_which_nothing_is_left(ca
     mangled = str(used).replace("/", "_")
     assert noted == [f"CachingCompiler {mangled}", f"CachingDevice {mangled}"]
     assert list(used.iterdir()) == [] and not (caches / "users").exists()
+    again = {"db": caches / "again.db", "effort": "quick", "machine": machine}
+    tune(workload(PROBLEM), **again, keep_kernels=True)
+    assert len(list(used.iterdir())) == 2
