@@ -71,6 +71,12 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
     kv_heads = min(problem.num_kv_heads, 2)
     problem = _narrow(problem)
     small = replace(problem, num_heads=kv_heads * problem.group_size, num_kv_heads=kv_heads)
+    if problem.paged and problem.op == "prefill" and not problem.varlen:
+        chunk = {"batch": 5, "seqlen_q": 77, "seqlen_k": 512}
+        return (
+            Case(replace(small, **chunk), (0, 37, 77, 257, 512), as_timed=True),
+            Case(replace(small, batch=2, seqlen_q=300, seqlen_k=385), (300, 385), wide_rows=True),
+        )
     if problem.varlen:
         some = ((385, 385), (0, 70), (1, 1), (77, 300), (130, 3), (5, 0))
         return (
@@ -94,6 +100,12 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
 def small_cases_of(problem: Problem) -> tuple[Case, ...]:
     """The same in fewer and shorter sequences, for an interpreter."""
     small = replace(_narrow(problem), num_heads=problem.group_size, num_kv_heads=1)
+    if problem.paged and problem.op == "prefill" and not problem.varlen:
+        chunk = {"batch": 3, "seqlen_q": 40, "seqlen_k": 150}
+        return (
+            Case(replace(small, **chunk), (0, 37, 150), as_timed=True),
+            Case(replace(small, batch=1, seqlen_q=20, seqlen_k=70), (70,), wide_rows=True),
+        )
     if problem.varlen:
         some = ((70, 70), (0, 9), (1, 1), (20, 100), (40, 3))
         return (

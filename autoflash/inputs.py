@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from autoflash.forward import forward
+from autoflash.forward import forward, of_sequence
+from autoflash.pages import POISON_PAGE, dead_slots, page_ids, page_places
 from autoflash.problem import Problem
 from autoflash.quantised import QUANTISED_DTYPES, dequantised, quantised, spoil
 from autoflash.runtime.masks import BlockLists
@@ -19,8 +20,6 @@ KV_TORCH_DTYPES = {**TORCH_DTYPES, **QUANTISED_DTYPES}
 SOFTCAP = 2.0  # low enough that random scores feel it
 Lengths = Sequence[int | tuple[int, int]]  # tokens of sequences, or (queries, keys) of packed ones
 CHOSEN_OF = 4  # times as long as what is read of it is a sequence whose pages are chosen
-NOWHERE = 2**40  # past the end of every sequence
-POISON_PAGE = 2**30  # an id that must never be dereferenced
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,12 @@ class Inputs:
 
     Prefill: q, k, v in the problem's layout. Decode: q is (batch, seqlen_q, num_heads, head_dim),
     k and v are the caches in the problem's kv_layout; `cache_seqlens` is (batch,) int32 and
-    `block_table` (batch, max_pages) int32 when paged. The scales of quantised caches are fp32, of
-    (batch, num_kv_heads), or per token of a cache's shape without head_dim. `softcap` 0.0 is off;
-    `alibi_slopes` are fp32 (batch, num_heads), `bias` broadcasts to (batch, num_heads, seqlen_q,
-    seqlen_k), `sinks` are (num_heads,). Of chosen pages `page_positions` (batch, max_pages) int32
-    tells which of its sequence's pages each entry of the table is, -1 none.
+    `block_table` (batch, max_pages) int32 when paged; a prefill over keys in pages has these too.
+    The scales of quantised caches are fp32, of (batch, num_kv_heads), or per token of a cache's
+    shape without head_dim. `softcap` 0.0 is off; `alibi_slopes` are fp32 (batch, num_heads), `bias`
+    broadcasts to (batch, num_heads, seqlen_q, seqlen_k), `sinks` are (num_heads,). Of chosen pages
+    `page_positions` (batch, max_pages) int32 tells which of its sequence's pages each entry of the
+    table is, -1 none.
     Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
     head_dim), and cu_seqlens_q and cu_seqlens_k (batch + 1,) int32 say where each begins.
     `document_ids` are int32 (batch, seqlen_k), `prefix_lens` int32 (batch,).
@@ -88,6 +88,13 @@ class Inputs:
             mask=p.mask or None,
             density=p.density or None,
         )
+        if p.paged:
+            given = given._replace(
+                cache_seqlens=self.cache_seqlens,
+                block_table=self.block_table,
+                kv_layout=p.kv_layout,
+                max_seqlen_k=p.seqlen_k,
+            )
         if not p.varlen:
             return given
         return given._replace(
@@ -108,18 +115,10 @@ class Inputs:
 
         Of quantised caches k and v are what they stand for, in fp64.
         """
-        p = self.problem
-        if p.varlen:
-            ends = ((self.q, self.cu_seqlens_q), (self.k, self.cu_seqlens_k))
-            spans = [slice(*cu[b : b + 2].tolist()) for _, cu in ends if cu is not None]
-            q, k, v = self.q[spans[0]], self.k[spans[1]], self.v[spans[1]]
-            return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        if p.op != "decode":
-            heads_first = (
-                (lambda t: t[b].transpose(0, 1)) if p.layout == "bshd" else (lambda t: t[b])
-            )
-            return heads_first(self.q), heads_first(self.k), heads_first(self.v)
-        assert self.cache_seqlens is not None
+        q = of_sequence(self.problem, self.cu_seqlens_q, b, self.q)
+        if self.cache_seqlens is None:
+            k, v = (of_sequence(self.problem, self.cu_seqlens_k, b, t) for t in (self.k, self.v))
+            return q, k, v
         keys = int(self.cache_seqlens[b])
         k, v = (self._cached(cache, b, keys) for cache in (self.k, self.v))
         if self.k_scale is not None and self.v_scale is not None:
@@ -127,7 +126,7 @@ class Inputs:
                 dequantised(values, self._scales(scale, b, keys))
                 for values, scale in ((k, self.k_scale), (v, self.v_scale))
             )
-        return self.q[b].transpose(0, 1), k, v
+        return q, k, v
 
     def _scales(self, scale: torch.Tensor, b: int, keys: int) -> torch.Tensor:
         """The scales of sequence `b`: (kv heads, keys, 1), or (kv heads, 1, 1)."""
@@ -177,6 +176,8 @@ def sequence_lengths(problem: Problem, seed: int = 0) -> list[int]:
         return [problem.seqlen_k] * problem.batch
     generator = torch.Generator().manual_seed(seed)
     low = problem.seqlen_k // 8
+    if problem.paged and problem.op == "prefill" and not problem.varlen:
+        low = max(low, min(problem.seqlen_q, problem.seqlen_k))  # its queries are among the keys
     drawn = torch.randint(low, problem.seqlen_k + 1, (problem.batch,), generator=generator)
     return [problem.seqlen_k, *drawn.tolist()[1:]]
 
@@ -197,14 +198,15 @@ def packed_lengths(
     keys = sequence_lengths(p, seed)
     if p.seqlen_q == p.seqlen_k:
         return keys, keys
-    return sequence_lengths(replace(p, seqlen_k=p.seqlen_q), seed + 1), keys
+    rows = sequence_lengths(replace(p, seqlen_k=p.seqlen_q), seed + 1)
+    return [min(pair) for pair in zip(rows, keys)] if p.paged else rows, keys
 
 
-def shared_tokens(problem: Problem) -> int:
-    """How many first tokens all sequences have in common: whole pages of half of `seqlen_k`."""
-    if problem.pages != "shared":
-        return 0
-    return problem.seqlen_k // 2 // problem.page_size * problem.page_size
+def lengths_of(problem: Problem) -> Lengths | None:
+    """Those of the problem's own roofline, for inputs that differ in their values alone."""
+    if problem.varlen:
+        return list(zip(*packed_lengths(problem), strict=True))
+    return sequence_lengths(problem) if problem.op == "decode" or problem.paged else None
 
 
 def make_inputs(
@@ -218,8 +220,8 @@ def make_inputs(
 ) -> Inputs:
     """Random normal inputs of the problem, times `scale`; of a backward, what follows from them.
 
-    `lengths` replaces the drawn valid tokens of each sequence (decode), or the queries and keys of
-    each packed one: pairs, or a number for both. `poison` fills dead cache
+    `lengths` replaces the drawn valid tokens of each sequence in a cache, or the queries and keys
+    of each packed one: pairs, or a number for both. `poison` fills dead cache
     slots with NaN and dead block-table entries with 2**30. `wide_rows` makes each of q, k, v a view
     of rows that many elements wider, the rest NaN; an odd number leaves rows unaligned. Of a
     quantised cache it is twice as many bytes; a backward gets a `dlse`, without which other kernels
@@ -261,30 +263,30 @@ def make_inputs(
         return replace(inputs, out=out, lse=lse, dout=dout, dlse=dlse)
 
     p = problem
+
+    def tensor(tokens: int, heads: int, head_dim: int) -> torch.Tensor:
+        if p.varlen:
+            return normal(tokens, heads, head_dim)
+        shape = (p.batch, tokens, heads, head_dim)
+        return normal(*(shape[axis] for axis in order))
+
+    order = (0, 1, 2, 3) if p.layout == "bshd" else (0, 2, 1, 3)
+    tokens_q, tokens_k, starts = p.seqlen_q, p.seqlen_k, {}
     if p.varlen:
-        rows, keys = packed_lengths(p, lengths, seed)
-        q = normal(sum(rows), p.num_heads, p.head_dim)
-        k = normal(sum(keys), p.num_kv_heads, p.head_dim)
-        v = normal(sum(keys), p.num_kv_heads, p.head_dim_v)
-        ends = [
-            torch.tensor([0, *each], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-            for each in (rows, keys)
-        ]
-        packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends))
-        return completed(Inputs(p, q, k, v, **_modifiers(p, normal, device), **packed))
-    if p.op != "decode":
-        order = (0, 1, 2, 3) if p.layout == "bshd" else (0, 2, 1, 3)
-
-        def tensor(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
-            shape = (p.batch, seqlen, heads, head_dim)
-            return normal(*(shape[axis] for axis in order))
-
-        q = tensor(p.seqlen_q, p.num_heads, p.head_dim)
-        k = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim)
-        v = tensor(p.seqlen_k, p.num_kv_heads, p.head_dim_v)
-        masks = masks_of(p, device, seed, poison)
-        return completed(Inputs(p, q, k, v, **_modifiers(p, normal, device), **masks))
-    q = normal(p.batch, p.seqlen_q, p.num_heads, p.head_dim)
+        each = packed_lengths(p, lengths, seed)
+        tokens_q, tokens_k = map(sum, each)
+        lengths = each[1]
+        starts = {
+            name: torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            for name, own in zip(("cu_seqlens_q", "cu_seqlens_k"), each)
+        }
+    q = tensor(tokens_q, p.num_heads, p.head_dim)
+    if p.op != "decode" and not p.paged:
+        k = tensor(tokens_k, p.num_kv_heads, p.head_dim)
+        v = tensor(tokens_k, p.num_kv_heads, p.head_dim_v)
+        on = {**_modifiers(p, normal, device), **masks_of(p, device, seed, poison), **starts}
+        return completed(Inputs(p, q, k, v, **on))
+    starts.pop("cu_seqlens_k", None)  # a table tells where keys are
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))
     block_table, places = None, None
     if p.paged:
@@ -294,8 +296,8 @@ def make_inputs(
             block_table = torch.empty(p.batch, width, dtype=torch.int32, device=device)
             places = torch.empty_like(block_table)
         else:
-            block_table = _page_ids(p, width, seed).to(device=device, dtype=torch.int32)
-            places = _page_places(p, width, valid.tolist(), seed).to(device)
+            block_table = page_ids(p, width, seed).to(device=device, dtype=torch.int32)
+            places = page_places(p, width, valid.tolist(), seed).to(device)
         slots = (p.batch * width, p.page_size)
     else:
         slots = (p.batch, max(1, p.seqlen_k))
@@ -317,14 +319,14 @@ def make_inputs(
         per_token = (k_scale, v_scale) if p.kv_scales == "token" else ()
         for tensor_ in (k, v, *per_token):
             assert tensor_ is not None
-            tokens_first = tensor_.transpose(1, 2) if p.kv_layout == "hnd" else tensor_
-            spoil(tokens_first, _dead_slots(tokens_first, cache_seqlens, block_table, places))
+            cached = tensor_.transpose(1, 2) if p.kv_layout == "hnd" else tensor_
+            spoil(cached, dead_slots(cached, cache_seqlens, block_table, places))
         if block_table is not None and places is not None:
             used = -(-cache_seqlens // p.page_size)[:, None]
             block_table = block_table.masked_fill((places >= used) | (places < 0), POISON_PAGE)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     on = {"page_positions": places if p.pages == CHOSEN else None, **_modifiers(p, normal, device)}
-    return Inputs(p, q, k, v, cache_seqlens, block_table, **scales, **on)
+    return Inputs(p, q, k, v, cache_seqlens, block_table, **scales, **on, **starts)
 
 
 def _modifiers(
@@ -345,54 +347,3 @@ def _modifiers(
     if p.sinks:
         made["sinks"] = normal(p.num_heads).float()
     return made
-
-
-def _page_ids(problem: Problem, width: int, seed: int) -> torch.Tensor:
-    """The page ids of each sequence, (batch, width); no page of the cache is in two places of it.
-
-    Those that are shared are the first sequence's.
-    """
-    ids = torch.arange(problem.batch * width)
-    if problem.pages != "contiguous":
-        ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
-    ids = ids.view(problem.batch, width)
-    shared = shared_tokens(problem) // problem.page_size
-    ids[1:, :shared] = ids[0, :shared]
-    return ids
-
-
-def _page_places(problem: Problem, width: int, lengths: Sequence[int], seed: int) -> torch.Tensor:
-    """Which page of its sequence each entry of the table is, (batch, width) int32; -1 none.
-
-    Of chosen pages half of a sequence's or `width`, in any order, its last one always.
-    """
-    if problem.pages != CHOSEN:
-        return torch.arange(width, dtype=torch.int32).expand(problem.batch, width)
-    generator = torch.Generator().manual_seed(seed)
-    places = torch.full((problem.batch, width), -1, dtype=torch.int32)
-    for b, keys in enumerate(lengths):
-        pages = -(-keys // problem.page_size)
-        count = min(width, -(-pages // 2))
-        if count:
-            others = torch.randperm(pages - 1, generator=generator)[: count - 1]
-            columns = torch.randperm(width, generator=generator)[:count]
-            places[b, columns] = torch.tensor([*others.tolist(), pages - 1], dtype=torch.int32)
-    return places
-
-
-def _dead_slots(
-    cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> torch.Tensor:
-    """Which slots of `cache` (pages or batch, tokens, ...) lie past every length."""
-    tokens = torch.arange(cache.shape[1], device=cache.device)
-    if block_table is None or places is None:
-        return tokens[None] >= cache_seqlens[:, None]
-    first = torch.where(places < 0, NOWHERE, places.long() * cache.shape[1])
-    position = first[:, :, None] + tokens[None, None]  # (batch, columns, tokens)
-    slot = block_table.long()[:, :, None] * cache.shape[1] + tokens
-    dead = torch.ones(cache.shape[:2], dtype=torch.bool, device=cache.device)
-    dead.view(-1)[slot[position < cache_seqlens[:, None, None]]] = False
-    return dead

@@ -71,9 +71,24 @@ class Variant:
         return self.modified and self.paged
 
     @property
+    def chunked(self) -> bool:
+        """Whether it is a prefill over keys in pages: modifiers are arguments that may be None."""
+        return self.op == "prefill" and self.paged
+
+    @property
+    def dense(self) -> bool:
+        """Whether an axis of q, k and v is that of sequences."""
+        return not (self.varlen or self.paged)
+
+    @property
     def caps(self) -> bool:
         """Whether scores may be capped."""
-        return self.softcap or self.modified
+        return self.softcap or self.modified or self.chunked
+
+    @property
+    def penalises(self) -> bool:
+        """Whether distance may be taken off the scores of a prefill."""
+        return self.alibi or self.chunked
 
     @property
     def changes_scores(self) -> bool:
@@ -114,6 +129,11 @@ class Variant:
     def block_of_values(self) -> str:
         """What it calls the power of two that holds them."""
         return "BLOCK_DV" if self.head_dim_v else "BLOCK_D"
+
+    @property
+    def place_of_keys(self) -> str:
+        """What tells the kernel where a sequence's keys are: its first token, or its number."""
+        return "first_k" if self.varlen else "batch"
 
     @property
     def mask_rule(self) -> str:
@@ -167,6 +187,9 @@ def title(problem: Problem) -> str:
         parts.append(p.layout if p.layout != "bshd" else "")
         parts.append(p.lengths if p.lengths != "equal" else "")
         parts.append("deterministic" if p.deterministic else "")
+        parts.append(f"pages of {p.page_size}" if p.paged else "")
+        parts.append(f"pages {p.pages}" if p.pages in PAGES[1:] else "")
+        parts.append(p.kv_layout if p.kv_layout != "nhd" else "")
     else:
         parts.append(f"{p.seqlen_q} queries" if p.seqlen_q > 1 else "")
         parts.append(f"{p.seqlen_k} keys")

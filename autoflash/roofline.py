@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from autoflash.gpu import Gpu
-from autoflash.inputs import packed_lengths, sequence_lengths, shared_tokens
+from autoflash.inputs import packed_lengths, sequence_lengths
+from autoflash.pages import shared_tokens
 from autoflash.problem import Problem
 from autoflash.runtime.problem import CHOSEN, DTYPE_BYTES
 from autoflash.structures import document_lengths

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton.compiler.errors import CompilationError
@@ -30,7 +30,7 @@ from autoflash.check import Checker, sample_rows
 from autoflash.child import OUT_OF_GPU_MEMORY, Failure
 from autoflash.config import Config
 from autoflash.gpu import Gpu, detect
-from autoflash.inputs import Inputs, make_inputs, packed_lengths, sequence_lengths
+from autoflash.inputs import Inputs, lengths_of, make_inputs
 from autoflash.kernel import Result, machines_fault, new_results
 from autoflash.problem import Problem
 from autoflash.records import Clocks
@@ -92,9 +92,7 @@ class CudaDevice(Checker):
         self.release()
         self._prepared = (problem, seed)
         # every set has the lengths of the problem's own roofline
-        lengths: Any = sequence_lengths(problem) if problem.op == "decode" else None
-        if problem.varlen:
-            lengths = list(zip(*packed_lengths(problem), strict=True))
+        lengths = lengths_of(problem)
         with failures(), GPU_CLOCK.counting():
             while not self._sets or len(self._sets) < self._sets_wanted():
                 number = seed * 1000 + len(self._sets)

@@ -13,7 +13,7 @@ from autoflash.check import picked, sample_rows
 from autoflash.decision import paired_interval, quantiles
 from autoflash.gauges import Gauged
 from autoflash.gpu import Gpu
-from autoflash.inputs import Inputs, Lengths, make_inputs, packed_lengths, sequence_lengths
+from autoflash.inputs import Inputs, lengths_of, make_inputs
 from autoflash.peers.contender import Contender, Maker, Unavailable, told
 from autoflash.problem import Problem
 from autoflash.roofline import cache_bytes, floor, visible_pairs
@@ -164,11 +164,7 @@ def _inputs(problem: Problem, gpu: Gpu, device: str) -> list[Inputs]:
     """Sets of inputs to rotate through, together beyond twice the cache; one set of lengths."""
     moved = floor(problem, gpu).bytes_moved
     sets = 1 if moved > ONE_SET_BYTES else buffer_sets(moved, gpu.l2_bytes)
-    lengths: Lengths | None = None  # every call of a graph does the same work
-    if problem.varlen:
-        lengths = list(zip(*packed_lengths(problem), strict=True))
-    elif problem.op == "decode":
-        lengths = sequence_lengths(problem)
+    lengths = lengths_of(problem)  # every call of a graph does the same work
     return [make_inputs(problem, seed, device, lengths, poison=False) for seed in range(sets)]
 
 
@@ -176,6 +172,7 @@ def _refuse_what_adapters_lack(problem: Problem) -> None:
     lacking = [*(["windows"] if problem.windowed else []), *problem.modifiers]
     lacking += [{"mask": "custom mask"}.get(name, name) for name in problem.masks]
     lacking += ["packed sequences"] if problem.varlen else []
+    lacking += ["prefill over pages"] if problem.paged and problem.op == "prefill" else []
     lacking += ["chosen pages"] if problem.pages == CHOSEN else []
     lacking += ["latent attention"] if problem.latent else []
     if lacking:

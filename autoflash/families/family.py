@@ -98,7 +98,8 @@ def samples(family: Family) -> list[Problem]:
     every = []
     for on in product((False, True), repeat=len(names)):
         switches = dict(zip(names, on, strict=True))
-        if switches["bias"] and (switches["alibi"] or switches["varlen"]):
+        paged = switches["paged"] and family.op == "prefill"
+        if switches["bias"] and (switches["alibi"] or switches["varlen"] or paged):
             continue  # they exclude each other
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
         every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []
@@ -106,6 +107,7 @@ def samples(family: Family) -> list[Problem]:
     if family.op == "prefill":
         every += [sample("prefill", causal=True, masked_by=name) for name in MASKED_BY]
         every += [sample("prefill", causal=causal, head_dim_v=32) for causal in (False, True)]
+        every += [replace(each, head_dim_v=32) for each in every if each.paged]  # of the same texts
         beside = (name for name in MASKED_BY if name != "prefix")  # which is causal beyond it
         every += [sample("prefill", masked_by=name) for name in beside]
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]

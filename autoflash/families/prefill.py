@@ -19,13 +19,18 @@ PARTS = (
     "shared/softcap.py.jinja",
     "prefill/modifiers.py.jinja",
     "prefill/masks.py.jinja",
+    "prefill/softmax.py.jinja",
     "prefill/attend.py.jinja",
+    "prefill/pages.py.jinja",
+    "prefill/attend_pages.py.jinja",
     "prefill/packed.py.jinja",
     "prefill/kernel.py.jinja",
+    "prefill/kernel_pages.py.jinja",
     "prefill/plan.py.jinja",
     "prefill/plan_modified.py.jinja",
     "prefill/documents.py.jinja",
     "prefill/plan_packed.py.jinja",
+    "prefill/plan_pages.py.jinja",
 )
 
 HEAD_GROUP_MIB = Knob("HEAD_GROUP_MIB", (4, 24, 1), compiled=False)
@@ -45,8 +50,13 @@ WARP_SIZE = {"nvidia": 32, "amd": 64}
 MAX_LIVE, MAX_LIVE_FMA = 160, 34
 
 
+ONE_TEXT = ("softcap", "alibi", "sinks", "head_dim_v")  # what all over pages have, on or off
+
+
 def variant(problem: Problem) -> Variant:
     on = {name: True for name in problem.switches if name in SWITCHES}
+    if problem.paged:
+        on = {name: True for name in on if name not in ONE_TEXT}
     return Variant("prefill", "prefill", mask=problem.mask, **on)
 
 

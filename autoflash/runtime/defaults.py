@@ -14,6 +14,7 @@ from .validity import (
     decode_refusal,
     decode_smem_bytes,
     prefill_fma_products,
+    prefill_one_page,
     prefill_refusal,
     prefill_warpgroup_products,
 )
@@ -66,6 +67,11 @@ def prefill_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         dict(zip(names, (*_within_blocks(problem, *values[:2]), *values[2:])), HEAD_GROUP_MIB=4)
         for values in (*by_head_dim[wide], *PREFILL_SMALLEST)
     ]
+    if problem.paged:
+        choices = [
+            knobs if prefill_one_page(problem, knobs) else {**knobs, "LOAD": "pointer"}
+            for knobs in choices
+        ]
     valid = (knobs for knobs in choices if prefill_refusal(problem, knobs, gpu) is None)
     return next(valid, choices[-1])
 

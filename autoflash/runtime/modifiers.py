@@ -1,4 +1,4 @@
-"""Windows, modifiers, masks, packing: what a caller gives, and what plans take."""
+"""Windows, modifiers, masks, packing, pages: what a caller gives, and what plans take."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class Modifiers(NamedTuple):
     prefix_lens: torch.Tensor | None = None
     mask: str | None = None
     density: int | None = None
+    cache_seqlens: torch.Tensor | None = None  # of prefill over keys in pages, as the next two
+    block_table: torch.Tensor | None = None
+    kv_layout: str = "nhd"
 
     @property
     def masks(self) -> Masks:
@@ -46,6 +49,8 @@ class Modifiers(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Those that a launch names, of which blocks have several."""
         plain = (self.alibi_slopes, self.bias, self.sinks, self.cu_seqlens_q, self.cu_seqlens_k)
+        if self.block_table is not None:
+            return (*plain, self.cache_seqlens, self.block_table)
         if self.block_mask is None and self.document_ids is None and self.prefix_lens is None:
             return plain
         blocks = () if self.block_mask is None else self.block_mask.tensors
@@ -110,7 +115,7 @@ def prefill_plan(
     module: ModuleType, problem: Problem, modifiers: Modifiers, *arguments: Any
 ) -> list[Any]:
     """What a rendered text launches for these arguments of its plan() and `modifiers_of` them."""
-    if problem.varlen:
+    if problem.varlen or problem.paged:
         return module.plan(modifiers, *arguments)
     if problem.masked_by == "documents":
         return module.plan_documents(modifiers, *arguments)

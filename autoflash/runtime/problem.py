@@ -41,7 +41,8 @@ class Problem:
     of K ("tensor"), a KV head, or a KV head of one token ("token"); V has its own.
 
     With the layout "thd" (prefill) `seqlen_q` and `seqlen_k` are those of the longest sequences and
-    `lengths` speaks of both.
+    `lengths` speaks of both. Of a prefill over keys in pages, which all are a cache's, `lengths`
+    speaks of the keys: no sequence has fewer than queries, unless `seqlen_k` is less.
 
     A query at position p sees the keys from p - `window_left` to p + `window_right`; -1 is
     unbounded. Causal ends a window at p, and a window that ends there is causal: it is stored so,
@@ -61,8 +62,8 @@ class Problem:
 
     An empty `kv_dtype` or `out_dtype` and a zero `head_dim_v` mean "as the query's"; `pages` is
     "permuted" and `kv_scales` "tensor" where they are empty. `decode` is causal by definition and
-    ignores `layout`, the others ignore `kv_layout`, a cache without pages ignores `pages`; what is
-    ignored is stored in one spelling, so that equal problems are equal keys.
+    ignores `layout`, the others ignore `kv_layout` without pages, a cache without pages ignores
+    `pages`; what is ignored is stored in one spelling, so that equal problems are equal keys.
 
     Raises ProblemError naming the field.
     """
@@ -114,7 +115,7 @@ class Problem:
         if self.op == "decode":
             fill(self, "causal", True)
             fill(self, "layout", "bshd")
-        else:
+        elif not self.paged:
             fill(self, "kv_layout", "nhd")
         fill(self, "masked_by", self.masked_by or NONE)
         if self.mask:
@@ -242,6 +243,10 @@ def problem_error(p: Problem) -> str | None:
         return "alibi and bias exclude each other: the slopes can be added into the bias"
     if p.bias and p.varlen:
         return "bias has axes of queries and keys, which packed sequences have not"
+    if p.bias and p.paged and p.op == "prefill":
+        return "bias has an axis of keys, of which sequences in pages have different numbers"
+    if p.pages == CHOSEN and p.op != "decode":
+        return f"pages {CHOSEN!r} are of decode: {p.op} reads all pages of a sequence"
     for name in ("batch", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "seqlen_q"):
         if getattr(p, name) < 1:
             return f"{name} {getattr(p, name)} is not positive"
@@ -266,8 +271,9 @@ def _mask_error(p: Problem) -> str | None:
     given = " and ".join(p.masks)
     if given and p.op != "prefill":
         return f"{given}: masks are for prefill, not {p.op}"
-    if given and p.varlen:
-        return f"{given}: packed sequences take no masks yet"
+    if given and (p.varlen or p.paged):
+        which = "packed sequences" if p.varlen else "keys in pages"
+        return f"{given}: {which} take no masks yet"
     if p.masked_by in ("blocks", "prefix") and p.windowed:
         return f"{p.masked_by} and a window exclude each other"
     if p.masked_by == "prefix" and not p.causal:

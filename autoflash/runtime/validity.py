@@ -16,9 +16,7 @@ def prefill_unsupported(problem: Problem, gpu: Any) -> str | None:
     p = problem
     if p.op != "prefill":
         return f"serves prefill, not {p.op}"
-    if p.paged:
-        return "keys in pages are not served"
-    if p.lengths != "equal" and not p.varlen:
+    if p.lengths != "equal" and not (p.varlen or p.paged):
         return "sequences of different lengths must be packed, in layout thd"
     if p.head_dim_v % 8 or not 16 <= p.head_dim_v <= 256:
         return f"head_dim_v {p.head_dim_v} is not a multiple of 8 from 16 to 256"
@@ -36,6 +34,8 @@ def prefill_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str
         return reason
     if knobs["LOAD"] == "descriptor" and gpu.capability < 90:
         return f"tensor descriptors need sm_90, this is {gpu.arch}"
+    if knobs["LOAD"] == "descriptor" and problem.paged and not prefill_one_page(problem, knobs):
+        return "a descriptor names keys of one page, and a tile of keys may lie in several"
     if problem.masked_by == "blocks":
         sizes = (("BLOCK_M", problem.mask_block_q), ("BLOCK_N", problem.mask_block_k))
         for name, size in sizes:
@@ -47,6 +47,11 @@ def prefill_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str
             f"{smem_bytes} bytes of shared memory, a block of {gpu.arch} has {gpu.smem_per_block}"
         )
     return None
+
+
+def prefill_one_page(problem: Problem, knobs: Mapping[str, Any]) -> bool:
+    """Whether every tile of keys lies in one page; those of a window begin anywhere."""
+    return not problem.windowed and problem.page_size % knobs["BLOCK_N"] == 0
 
 
 def prefill_fma_products(problem: Problem, gpu: Any) -> bool:

@@ -41,6 +41,9 @@ GOLDEN_VARIANTS = (
     Variant("prefill", "prefill", varlen=True),
     Variant("prefill", "prefill", causal=True, varlen=True),
     Variant("prefill", "prefill", window=True, softcap=True, alibi=True, sinks=True, varlen=True),
+    Variant("prefill", "prefill", paged=True),
+    Variant("prefill", "prefill", causal=True, paged=True),
+    Variant("prefill", "prefill", window=True, varlen=True, paged=True),
     Variant("prefill_hopper", "prefill"),
     Variant("prefill_hopper", "prefill", causal=True),
     Variant("prefill_hopper_lazy", "prefill"),
@@ -151,9 +154,11 @@ def is_plain(variant: Variant) -> bool:
     """Whether it is one of the texts that the others are made from by switches.
 
     A backward is made from its prefill's, and takes three times as long to compile; decode_last
-    ends decode's kernel in another way, prefill_hopper_lazy has another softmax.
+    ends decode's kernel in another way, prefill_hopper_lazy has another softmax; a prefill over
+    pages is causal as a rule.
     """
     made = variant.op == "backward" or variant.family in ("decode_last", "prefill_hopper_lazy")
+    made |= variant.chunked and not variant.causal
     return switches(variant) <= {"causal", "paged"} and not made
 
 

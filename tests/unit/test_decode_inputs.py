@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from autoflash.gpu import known
-from autoflash.inputs import POISON_PAGE, Inputs, make_inputs, sequence_lengths, shared_tokens
+from autoflash.inputs import POISON_PAGE, Inputs, make_inputs, sequence_lengths
+from autoflash.pages import shared_tokens
 from autoflash.problem import Problem, title
 from autoflash.roofline import floor
 

@@ -25,7 +25,9 @@ def problem(**changed: int | str | bool) -> Problem:
 
 
 problems = st.builds(
-    problem,
+    lambda bias, page_size, **fields: problem(
+        **fields, page_size=page_size, bias=bias and not page_size
+    ),
     dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
     batch=st.integers(1, 100_000),
     num_heads=st.integers(1, 8).map(lambda n: 8 * n),
@@ -39,6 +41,7 @@ problems = st.builds(
     window_right=st.sampled_from([-1, 1, 4096]),
     softcap=st.booleans(),
     bias=st.booleans(),
+    page_size=st.sampled_from([0, 0, 1, 16, 64, 480]),
     sinks=st.booleans(),
 )
 any_gpu = st.builds(
@@ -124,7 +127,10 @@ def test_a_tile_that_is_half_empty_is_refused_where_a_smaller_one_holds_the_toke
     ("changed", "expected"),
     [
         ({"op": "decode", "seqlen_q": 1}, "serves prefill, not decode"),
-        ({"page_size": 16}, "keys in pages are not served"),
+        (
+            {"page_size": 16, "kv_dtype": "int8"},
+            "kv_dtype int8 and out_dtype bf16 are not both dtype bf16",
+        ),
         ({"lengths": "ragged"}, "sequences of different lengths must be packed, in layout thd"),
         ({"head_dim_v": 20}, "head_dim_v 20 is not a multiple of 8 from 16 to 256"),
         ({"kv_dtype": "fp16"}, "kv_dtype fp16 and out_dtype bf16 are not both dtype bf16"),
@@ -134,6 +140,26 @@ def test_what_the_family_does_not_serve_is_said(
     changed: dict[str, int | str], expected: str
 ) -> None:
     assert FAMILY.unsupported(problem(**changed), H200) == expected
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_chunk_over_pages_has_a_few_dozen_candidates(head_dim: int) -> None:
+    chunk = problem(head_dim=head_dim, seqlen_q=2048, seqlen_k=16384)
+    for changed in ({"page_size": 16}, {"page_size": 128}, {"page_size": 16, "layout": "thd"}):
+        reasons = [no for _, no in space(FAMILY, replace(chunk, **changed), H200)]
+        assert 10 <= reasons.count(None) <= 100
+
+
+def test_a_descriptor_names_keys_only_where_a_tile_of_them_lies_in_one_page() -> None:
+    expected = "a descriptor names keys of one page, and a tile of keys may lie in several"
+    for page_size, window_left, in_one in ((16, -1, False), (64, -1, True), (64, 100, False)):
+        chunk = problem(page_size=page_size, window_left=window_left)
+        default = FAMILY.default(chunk, H200)
+        assert default["LOAD"] == ("descriptor" if in_one else "pointer")
+        plain = FAMILY.default(problem(), H200).as_dict()
+        assert plain | {"LOAD": default["LOAD"]} == default.as_dict()
+        described = default.as_dict() | {"LOAD": "descriptor"}
+        assert prefill_refusal(chunk, described, H200) == (None if in_one else expected)
 
 
 def test_a_gpu_older_than_sm_80_is_not_served() -> None:
