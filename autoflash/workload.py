@@ -133,6 +133,9 @@ class PrefillEntry(Model):
     density: OneOrMany[Percent] = Field(default_factory=list)
     mask_block_q: OneOrMany[Positive] = Field(default_factory=list)
     mask_block_k: OneOrMany[Positive] = Field(default_factory=list)
+    page_size: OneOrMany[NotNegative] = Field(default=[0])
+    kv_layout: OneOrMany[Literal["nhd", "hnd"]] = Field(default=["nhd"])
+    pages: OneOrMany[Literal["permuted", "contiguous", "shared"]] = Field(default_factory=list)
     deterministic: OneOrMany[bool] = Field(default=[False])
     training: bool = False
     weight: Weight = 1.0
@@ -208,6 +211,8 @@ def _trains(entry: PrefillEntry | DecodeEntry) -> bool:
 
 def _with_backward(problem: Problem, entry: PrefillEntry | DecodeEntry) -> tuple[Problem, ...]:
     if _trains(entry):
+        if problem.paged:
+            raise ProblemError(f"page_size {problem.page_size}: no backward has keys in pages yet")
         return replace(problem, deterministic=False), replace(problem, op="backward")
     if problem.deterministic:
         raise ProblemError("deterministic is for training: without, equal calls give equal bits")

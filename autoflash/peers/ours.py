@@ -58,6 +58,9 @@ def _beside_the_plain(one: Inputs) -> dict[str, Any]:
     if p.varlen:
         given |= {"cu_seqlens_q": one.cu_seqlens_q, "cu_seqlens_k": one.cu_seqlens_k}
         given |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
+    if p.paged and p.op == "prefill":
+        given |= {"cache_seqlens": one.cache_seqlens, "block_table": one.block_table}
+        given |= {"kv_layout": p.kv_layout, "max_seqlen_k": p.seqlen_k}
     if one.page_positions is not None:
         given["page_positions"] = one.page_positions
     names = {"softcap": p.softcap, "alibi_slopes": p.alibi, "bias": p.bias, "sinks": p.sinks}

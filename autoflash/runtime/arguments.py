@@ -10,7 +10,15 @@ import torch
 from .masks import mask_fields
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .packed import packed_fields, packed_layout
-from .problem import CHOSEN, LATENT_WIDTHS, LAYOUTS, Problem, ProblemError, reached_window
+from .problem import (
+    CHOSEN,
+    KV_LAYOUTS,
+    LATENT_WIDTHS,
+    LAYOUTS,
+    Problem,
+    ProblemError,
+    reached_window,
+)
 from .scales import QUANTISED_ARGUMENTS, Scale, scales_granularity
 
 ARGUMENT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -47,7 +55,7 @@ def prefill_problem(
         raise ProblemError(f"prefill: layout {layout!r} is none of {', '.join(LAYOUTS)}")
     layout = packed_layout(layout, modifiers)
     axes = AXES[layout]
-    _check_tensors("prefill", q, len(axes), k=k, v=v)
+    check_tensors("prefill", q, len(axes), k=k, v=v)
     heads, tokens = axes.index("num_kv_heads"), axes.index("seqlen_k")
     for axis, name in enumerate(axes):
         if name in ("batch", "head_dim"):
@@ -94,37 +102,20 @@ def decode_problem(
     argument that does not fit.
     """
     v_cache = _values_of("decode", k_cache, v_cache)
-    _check_tensors("decode", q, 4, QUANTISED_ARGUMENTS, k_cache=k_cache, v_cache=v_cache)
+    check_tensors("decode", q, 4, QUANTISED_ARGUMENTS, k_cache=k_cache, v_cache=v_cache)
     check_rows_of_words("decode", k_cache, v_cache)
-    if kv_layout not in ("nhd", "hnd"):
-        raise ProblemError(f"decode: kv_layout {kv_layout!r} is none of nhd, hnd")
-    tokens, heads = (1, 2) if kv_layout == "nhd" else (2, 1)
-    batch = q.shape[0]
-    _expect("decode", "k_cache", "head_dim", k_cache.shape[3], q.shape[3])
-    for name, axis in (("pages or batch", 0), ("tokens", tokens), ("num_kv_heads", heads)):
-        _expect("decode", "v_cache", name, v_cache.shape[axis], k_cache.shape[axis])
-    check_index("decode", "cache_seqlens", cache_seqlens, q.device, (batch,))
-    capacity, page_size = k_cache.shape[tokens], 0
-    if block_table is None:
-        _expect("decode", "k_cache", "batch", k_cache.shape[0], batch)
-    else:
-        columns = block_table.shape[1] if block_table.dim() == 2 else -1
-        check_index("decode", "block_table", block_table, q.device, (batch, columns))
-        if columns > 0 and block_table.stride(1) != 1:
-            raise ProblemError("decode: block_table rows must be contiguous")
-        page_size = k_cache.shape[tokens]
-        capacity = columns * page_size
+    batch, caches = q.shape[0], {"k_cache": k_cache, "v_cache": v_cache}
+    kv_heads, page_size, capacity = cached_sizes(
+        "decode", caches, q, batch, cache_seqlens, block_table, kv_layout
+    )
     positions = modifiers.page_positions
     if positions is not None:
         pages, max_seqlen_k = CHOSEN, None  # a sequence may be longer than what is read of it
         _check_positions("decode", positions, block_table)
     elif pages == CHOSEN:
         raise ProblemError(f"decode: pages {CHOSEN!r} is for calls with page_positions")
-    if max_seqlen_k is not None and not 0 <= max_seqlen_k <= capacity:
-        raise ProblemError(
-            f"decode: max_seqlen_k {max_seqlen_k} is not from 0 to the cache's capacity {capacity}"
-        )
-    head_shapes = ((k_cache.shape[heads],), (batch, k_cache.shape[heads]))
+    most = most_keys("decode", max_seqlen_k, capacity)
+    head_shapes = ((kv_heads,), (batch, kv_heads))
     whole = (batch, q.shape[2], q.shape[1], capacity)
     return Problem(
         op="decode",
@@ -132,11 +123,11 @@ def decode_problem(
         kv_dtype=(ARGUMENT_DTYPES | QUANTISED_ARGUMENTS)[k_cache.dtype],
         batch=batch,
         num_heads=q.shape[2],
-        num_kv_heads=k_cache.shape[heads],
+        num_kv_heads=kv_heads,
         head_dim=q.shape[3],
         head_dim_v=v_cache.shape[3],
         seqlen_q=q.shape[1],
-        seqlen_k=capacity if max_seqlen_k is None else max_seqlen_k,
+        seqlen_k=most,
         page_size=page_size,
         kv_layout=kv_layout,
         lengths=lengths,
@@ -183,7 +174,9 @@ def check_cache_entries(
     longest, shortest = int(cache_seqlens.max()), int(cache_seqlens.min())
     if shortest < 0 or (longest > problem.seqlen_k and page_positions is None):
         wrong = shortest if shortest < 0 else longest
-        raise ProblemError(f"decode: cache_seqlens holds {wrong}, not in 0..{problem.seqlen_k}")
+        raise ProblemError(
+            f"{problem.op}: cache_seqlens holds {wrong}, not in 0..{problem.seqlen_k}"
+        )
     if block_table is None:
         return
     used_pages = (cache_seqlens + problem.page_size - 1) // problem.page_size
@@ -194,9 +187,57 @@ def check_cache_entries(
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
         raise ProblemError(
-            f"decode: block_table[{row}, {column}] is {int(block_table[row, column])},"
+            f"{problem.op}: block_table[{row}, {column}] is {int(block_table[row, column])},"
             f" the cache has pages 0..{k_cache.shape[0] - 1}"
         )
+
+
+def cached_sizes(
+    function: str,
+    caches: dict[str, torch.Tensor],
+    q: torch.Tensor,
+    batch: int,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    kv_layout: str,
+) -> tuple[int, int, int]:
+    """num_kv_heads, page_size and how many keys of a sequence `caches`, those of K and V, can hold.
+
+    Raises ProblemError naming the argument that does not fit.
+    """
+    if kv_layout not in KV_LAYOUTS:
+        raise ProblemError(
+            f"{function}: kv_layout {kv_layout!r} is none of {', '.join(KV_LAYOUTS)}"
+        )
+    (of_k, k_cache), (of_v, v_cache) = caches.items()
+    tokens, heads = (1, 2) if kv_layout == "nhd" else (2, 1)
+    _expect(function, of_k, "head_dim", k_cache.shape[3], q.shape[-1])
+    for name, axis in (("pages or batch", 0), ("tokens", tokens), ("num_kv_heads", heads)):
+        _expect(function, of_v, name, v_cache.shape[axis], k_cache.shape[axis])
+    check_index(function, "cache_seqlens", cache_seqlens, q.device, (batch,))
+    kv_heads, capacity, page_size = k_cache.shape[heads], k_cache.shape[tokens], 0
+    if block_table is None:
+        _expect(function, of_k, "batch", k_cache.shape[0], batch)
+    else:
+        columns = block_table.shape[1] if block_table.dim() == 2 else -1
+        check_index(function, "block_table", block_table, q.device, (batch, columns))
+        if columns > 0 and block_table.stride(1) != 1:
+            raise ProblemError(f"{function}: block_table rows must be contiguous")
+        page_size = capacity
+        capacity = columns * page_size
+    return kv_heads, page_size, capacity
+
+
+def most_keys(function: str, max_seqlen_k: int | None, capacity: int) -> int:
+    """`max_seqlen_k`, or the cache's capacity. Raises ProblemError for more than that."""
+    if max_seqlen_k is None:
+        return capacity
+    if not 0 <= max_seqlen_k <= capacity:
+        raise ProblemError(
+            f"{function}: max_seqlen_k {max_seqlen_k} is not from 0 to the cache's capacity"
+            f" {capacity}"
+        )
+    return max_seqlen_k
 
 
 def _check_positions(
@@ -223,17 +264,22 @@ def _values_of(function: str, k_cache: torch.Tensor, v_cache: torch.Tensor | Non
     return k_cache[..., :values] if v_cache is None else v_cache
 
 
-def _check_tensors(
+def check_tensors(
     function: str,
     q: torch.Tensor,
     dimensions: int,
     also: Collection[torch.dtype] = (),
+    of_others: int | None = None,
     **others: torch.Tensor,
 ) -> None:
-    """`also` are types that the others may have though q has another."""
+    """Raise ProblemError for a tensor that no kernel can read.
+
+    `also` are types that the others may have though q has another, `of_others` the dimensions.
+    """
     for name, tensor in {"q": q, **others}.items():
-        if tensor.dim() != dimensions:
-            told = f"{tensor.dim()} dimensions, not {dimensions}"
+        expected = dimensions if name == "q" or of_others is None else of_others
+        if tensor.dim() != expected:
+            told = f"{tensor.dim()} dimensions, not {expected}"
             raise ProblemError(f"{function}: {name} has {told}")
         quantised = tensor.dtype in also and name != "q"
         if tensor.dtype not in ARGUMENT_DTYPES and not quantised:

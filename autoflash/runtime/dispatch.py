@@ -21,6 +21,7 @@ from .cache_layout import identified_layout
 from .installed import device_for, installed, tally_for
 from .launch import interpreted
 from .masked import prefill_masked, with_masks
+from .masks import Masks
 from .modifiers import Modifiers, decode_plan, modifiers_of, prefill_plan
 from .operators import append_kv_traced, decode_traced, prefill_traced
 from .recall import recalled
@@ -38,8 +39,8 @@ from .served import (
 from .training import asks_gradients, prefill_with_gradients
 from .varlen import prefill_packed
 
-PREFILL_OTHERS = (  # not served yet
-    *("cache_seqlens", "block_table", "kv_layout", "q_scale", "k_scale", "v_scale"),
+PREFILL_OTHERS = (  # not served yet, the first two without a block_table
+    *("cache_seqlens", "kv_layout", "q_scale", "k_scale", "v_scale"),
     *("dropout_p", "rng"),
 )
 RECALLED_PREFILL = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks")
@@ -107,6 +108,9 @@ def prefill(
     k and v (total_k, num_kv_heads, head_dim), `lse` (num_heads, total_q). `cu_seqlens_q` and
     `cu_seqlens_k`, int32 or int64 (batch + 1,), say where each begins; none has more queries than
     `max_seqlen_q`, nor more keys than `max_seqlen_k`. Rows past the last one are not written.
+    With a `block_table` the keys are those of a cache, of which q, packed too, are the last: k, v,
+    `block_table`, `cache_seqlens` and `kv_layout` are as in decode(), any number of queries may
+    come at once, and `max_seqlen_k`, which no length may pass, only helps the choice.
     Never waits for the device, but to look at these with `check`.
     Where the module carries a backward, `out` and `lse` are differentiable once with respect to q,
     k, v, `bias` and `sinks`. With `deterministic` the same call has the same gradients to the bit;
@@ -125,17 +129,21 @@ def prefill(
         result = recalled["prefill"].launch(values)
         if result is not NotImplemented:
             return result
+    paged = block_table is not None
     others = (
-        *(cache_seqlens, block_table),
-        kv_layout if kv_layout != "nhd" else None,  # names the order of a cache's axes
+        None if paged else cache_seqlens,
+        kv_layout if kv_layout != "nhd" and not paged else None,  # of the order of a cache's axes
         *(q_scale, k_scale, v_scale, dropout_p or None, rng),
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
+    packed = paged or cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     masks = (block_mask, document_ids, prefix_lens, mask, density)
+    if paged and masks != (None,) * 5:
+        refuse_arguments("prefill: with a block_table", Masks._fields, masks)
     if torch.compiler.is_compiling():
-        refuse_arguments("prefill: in a graph", ("batch_invariant",), (batch_invariant or None,))
+        refused = (block_table, batch_invariant or None)
+        refuse_arguments("prefill: in a graph", ("block_table", "batch_invariant"), refused)
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
         read = (q, k, v, causal, window, *numbers, tensors, layout, packing, masks, check)
         return prefill_traced(*read, deterministic, out, return_lse)
@@ -147,6 +155,10 @@ def prefill(
     packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
     if packed and not asks_gradients(q, k, v, alibi_slopes, bias, sinks):
         modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
+        if paged:
+            kv_layout = identified_layout("prefill", kv_layout, k, True)
+            pages = {"cache_seqlens": cache_seqlens, "block_table": block_table}
+            modifiers = modifiers._replace(**pages, kv_layout=kv_layout)
         options += (batch_invariant, (prefill, values))
         return prefill_packed(q, k, v, modifiers, *options)
     given = (q, k, v, out, alibi_slopes, bias, sinks)
@@ -156,7 +168,7 @@ def prefill(
     )
     modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
     if asks_gradients(q, k, v, alibi_slopes, bias, sinks):
-        refuse_arguments("prefill: with gradients", ("out",), (out,))
+        refuse_arguments("prefill: with gradients", ("out", "block_table"), (out, block_table))
         call = {**modifiers.of_prefill, "causal": causal, "softmax_scale": softmax_scale}
         call["batch_invariant"] = batch_invariant
         attention = partial(prefill, **call, layout=layout, return_lse=True, check=check)

@@ -37,31 +37,22 @@ def packed_fields(q: torch.Tensor, k: torch.Tensor, given: Modifiers) -> dict[st
     q is (total_q, num_heads, head_dim), k (total_k, num_kv_heads, head_dim). Raises ProblemError
     naming the argument that does not fit.
     """
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
-        value = getattr(given, name)
-        if value is None:
-            raise ProblemError(f"prefill: packed sequences need {name}")
-        if name.startswith("max") and (type(value) is not int or value < 0):
-            raise ProblemError(f"prefill: {name} {value!r} is not a number of tokens")
-    cu_seqlens_q, cu_seqlens_k = given.cu_seqlens_q, given.cu_seqlens_k
-    assert cu_seqlens_q is not None and cu_seqlens_k is not None
-    assert given.max_seqlen_q is not None and given.max_seqlen_k is not None
-    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if tensor.dtype not in CUMULATIVE_DTYPES:
-            raise ProblemError(f"prefill: {name} is {tensor.dtype}, not int32 or int64")
-        if tensor.device != q.device:
-            raise ProblemError(f"prefill: {name} is on {tensor.device}, q is on {q.device}")
-        if tensor.dim() != 1 or not tensor.is_contiguous() or len(tensor) != len(cu_seqlens_q):
-            raise ProblemError(f"prefill: {name} must be contiguous, (batch + 1,) as the other is")
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    cu_seqlens_q, _, *longest = _packing(q, given, names)
     batch = len(cu_seqlens_q) - 1
-    longest = (given.max_seqlen_q, given.max_seqlen_k)
     full = (len(q), len(k)) == (batch * longest[0], batch * longest[1])
-    return {  # where there is nothing at all, nothing is launched
-        "batch": max(1, batch),
-        "seqlen_q": max(1, longest[0]),
+    return {
+        **packed_queries(q, given),
         "seqlen_k": longest[1],
         "lengths": "equal" if full else "ragged",
     }
+
+
+def packed_queries(q: torch.Tensor, given: Modifiers) -> dict[str, Any]:
+    """batch and seqlen_q alone, which is all that is packed where keys lie in pages."""
+    cu_seqlens_q, longest = _packing(q, given, ("cu_seqlens_q", "max_seqlen_q"))
+    # where there is nothing at all, nothing is launched
+    return {"batch": max(1, len(cu_seqlens_q) - 1), "seqlen_q": max(1, longest)}
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, given: Modifiers) -> None:
@@ -70,7 +61,8 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, given: Modifiers) -> None:
         ("cu_seqlens_q", given.cu_seqlens_q, given.max_seqlen_q, len(q)),
         ("cu_seqlens_k", given.cu_seqlens_k, given.max_seqlen_k, len(k)),
     ):
-        assert cumulative is not None and longest is not None
+        if cumulative is None or longest is None:
+            continue  # of keys in pages
         ends = cumulative.tolist()
         lengths = [end - start for start, end in pairwise(ends)]
         if ends[0] != 0 or ends[-1] > tokens or min(lengths, default=0) < 0:
@@ -80,6 +72,25 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, given: Modifiers) -> None:
                 f"prefill: {name} has a sequence of {max(lengths)} tokens, the longest is said to"
                 f" have {longest}"
             )
+
+
+def _packing(q: torch.Tensor, given: Modifiers, names: tuple[str, ...]) -> list[Any]:
+    """What the names are of. Raises ProblemError where it is not given or does not fit."""
+    values = [getattr(given, name) for name in names]
+    for name, value in zip(names, values):
+        if value is None:
+            raise ProblemError(f"prefill: packed sequences need {name}")
+        if name.startswith("max"):
+            if type(value) is not int or value < 0:
+                raise ProblemError(f"prefill: {name} {value!r} is not a number of tokens")
+            continue
+        if value.dtype not in CUMULATIVE_DTYPES:
+            raise ProblemError(f"prefill: {name} is {value.dtype}, not int32 or int64")
+        if value.device != q.device:
+            raise ProblemError(f"prefill: {name} is on {value.device}, q is on {q.device}")
+        if value.dim() != 1 or not value.is_contiguous() or len(value) != len(values[0]):
+            raise ProblemError(f"prefill: {name} must be contiguous, (batch + 1,) as the other is")
+    return values
 
 
 def size_class(problem: Problem) -> Problem:

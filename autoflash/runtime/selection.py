@@ -181,7 +181,8 @@ class Selector:
     def choose_invariant(self, problem: Problem, device: Device) -> Choice:
         """The same config whatever the batch: what one sequence alone would get.
 
-        Of decode and packed sequences, whose lengths differ, it does not depend on these either.
+        Where lengths differ, in decode and of sequences that are packed or in pages, it does not
+        depend on these either.
         Decode's is the default; without splits, as `INVARIANT_SMS` has it, bits do not depend on
         them. Raises ProblemError for a problem that nothing serves.
         """
@@ -193,8 +194,9 @@ class Selector:
                 raise ProblemError(f"decode: {reason}")
             knobs = {**decode_default(alone, device), "PROGRAMS_PER_SM": 1}
             return self._choice(problem, "decode", knobs, "default", 0.0, 0.0, None)
-        if problem.varlen:
-            alone = replace(alone, seqlen_q=INVARIANT_SEQLEN, seqlen_k=INVARIANT_SEQLEN)
+        if problem.varlen or problem.paged:
+            sizes = {"seqlen_q": INVARIANT_SEQLEN, "seqlen_k": INVARIANT_SEQLEN}
+            alone = replace(alone, **sizes, lengths="ragged")
         return self.choose(alone, device)
 
     def _default_family(self, problem: Problem, device: Device) -> str:

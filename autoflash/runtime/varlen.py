@@ -1,4 +1,4 @@
-"""Varlen: prefill() of packed sequences, whose lengths change from step to step.
+"""Varlen: prefill() of sequences, packed or in pages, whose lengths change from step to step.
 
 The layers of a step make calls of one form, which are planned once and then launched again. What
 serves them is chosen for the size class that the step is of: there are few of them.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .arguments import check_output, prefill_problem, scale_or_default
+from .chunked import check_chunks, chunked_problem
 from .installed import tally_for
 from .modifiers import Modifiers, modifiers_of, prefill_plan
 from .packed import check_packed, size_class
@@ -22,7 +23,7 @@ from .tally import count_call
 
 PACKED_TENSORS = (  # as a plan's recipe has them
     *("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks"),
-    *("cu_seqlens_q", "cu_seqlens_k"),
+    *("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"),
 )
 
 
@@ -44,14 +45,18 @@ def prefill_packed(
 
     `recall` are prefill() and the values of all its arguments, for the next call like this one.
     """
-    numbers = (causal, layout, softmax_scale, return_lse, batch_invariant)
+    paged = modifiers.block_table is not None
+    numbers = (causal, layout, softmax_scale, return_lse, batch_invariant, modifiers.kv_layout)
     form = ("packed", *numbers, *map(form_of, (q, k, v, out)), *map(_modifier_form, modifiers))
     served = None if check else served_before(form)
     if served is None:
-        problem = prefill_problem(q, k, v, causal, layout, modifiers)
+        pose = chunked_problem if paged else prefill_problem
+        problem = pose(q, k, v, causal, layout, modifiers)
         if out is not None:
             check_output("prefill", out, q, problem.head_dim_v)
-        if check:
+        if check and paged:
+            check_chunks(problem, q, k, modifiers)
+        elif check:
             check_packed(q, k, modifiers)
         tally, device = tally_for(size_class(problem), q, batch_invariant)
     else:
@@ -59,7 +64,7 @@ def prefill_packed(
     out = q.new_empty((*q.shape[:-1], problem.head_dim_v)) if out is None else out
     lse = None
     if return_lse:
-        lse = torch.empty((problem.num_heads, len(q)), dtype=torch.float32, device=q.device)
+        lse = torch.empty(_lse_shape(q, problem.layout), dtype=torch.float32, device=q.device)
     tensors = (q, k, v, out, lse, *modifiers.tensors)
     if not len(q):
         count_call(tally)
@@ -77,6 +82,12 @@ def prefill_packed(
         make_plan = partial(prefill_plan, tally.choice.module, problem, whole, *first)
         launch_first(form, tally, (q, k, v, out, lse, *whole.tensors), make_plan)
     return (out, lse) if lse is not None else out
+
+
+def _lse_shape(q: torch.Tensor, layout: str) -> tuple[int, ...]:
+    """(num_heads, total_q), or (batch, num_heads, seqlen_q)."""
+    axes = {"thd": (1, 0), "bshd": (0, 2, 1), "bhsd": (0, 1, 2)}[layout]
+    return tuple(q.shape[axis] for axis in axes)
 
 
 def _modifier_form(given: Any) -> Any:

@@ -102,6 +102,8 @@ def _warm_plan(p: Problem, device: Device, with_lse: bool) -> list[Launch]:
             (p.seqlen_k, p.num_kv_heads, p.head_dim_v),
         )
     )
+    if p.paged:
+        k, v = _caches(p)
     out = _meta(*q.shape[:-1], p.head_dim_v, dtype=dtype)
     lse = _lse(p) if with_lse else None
     tail = (scale, p.layout, device.num_sms, knobs, _warm_workspace)
@@ -151,10 +153,12 @@ def _modifiers(p: Problem) -> Modifiers:
         "sinks": _meta(heads, dtype=torch.float32) if p.sinks else None,
     }
     if p.varlen:
-        made |= {
-            name: _meta(p.batch + 1, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")
-        }
+        packed = ("cu_seqlens_q",) if p.paged else ("cu_seqlens_q", "cu_seqlens_k")
+        made |= {name: _meta(p.batch + 1, dtype=torch.int32) for name in packed}
         made |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
+    if p.paged:
+        made |= {"cache_seqlens": _meta(p.batch, dtype=torch.int32), "block_table": _table(p)}
+        made |= {"kv_layout": p.kv_layout, "max_seqlen_k": p.seqlen_k}
     return numbers._replace(**made)
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from test_prefill import LOADS, config
 from autoflash import gpu as gpus
 from autoflash.accuracy import Budget
 from autoflash.config import Config
+from autoflash.export import export
 from autoflash.families.prefill import FAMILY
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.pages import POISON_PAGE
 from autoflash.predict import InterpretedDevice
 from autoflash.problem import Problem
+from autoflash.store import shipped_winners
+from autoflash.subjects import exported_module
 
 H200 = gpus.known("NVIDIA_H200")
 NAN = float("nan")
@@ -261,3 +265,85 @@ def test_the_tuners_own_check_passes() -> None:
     for layout in ("bshd", "thd"):
         p = problem(layout=layout, window_left=20)
         assert InterpretedDevice(H200).check(p, FAMILY.default(p, H200), 0).correct
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    path = tmp_path_factory.mktemp("pages") / "attention_dispatch.py"
+    path.write_text(export(shipped_winners()).text)
+    return exported_module(path)
+
+
+def call(module: ModuleType, inputs: Inputs, **changed: Any) -> Any:
+    p = inputs.problem
+    given = {"causal": p.causal, "layout": p.layout, **inputs.modifiers.of_prefill}
+    given |= {"window": (p.window_left, p.window_right), "return_lse": True, **changed}
+    return module.prefill(inputs.q, inputs.k, inputs.v, **given)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_layout": "hnd", "layout": "bhsd", "sinks": True},
+        {"layout": "thd", "window_left": 20, "softcap": True},
+        {"causal": False, "alibi": True, "head_dim_v": 32},
+    ],
+    ids=str,
+)
+def test_the_exported_module_serves_chunks_and_follows_lengths_and_table_in_place(
+    exported: ModuleType, fields: dict[str, Any]
+) -> None:
+    inputs, again = (chunks(seed=seed, **fields) for seed in (0, 1))
+    for _ in range(2):  # planned, then served by the recipe
+        verdict = Budget(inputs).judge(*call(exported, inputs, check=False))
+        assert verdict.correct, verdict.reason
+    assert call(exported, inputs, check=True)[0].equal(call(exported, inputs)[0])
+    for name in ("q", "k", "v", "block_table", "cache_seqlens", "sinks", "alibi_slopes"):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            tensor.copy_(getattr(again, name))
+    assert inputs.cache_seqlens is not None
+    inputs.cache_seqlens.sub_(inputs.cache_seqlens // 3)
+    verdict = Budget(inputs).judge(*call(exported, inputs))
+    assert verdict.correct, verdict.reason
+
+
+def test_a_cache_is_known_by_what_it_is_called(exported: ModuleType) -> None:
+    inputs = chunks([97, 41])
+    named = call(exported, inputs, kv_layout=exported.kv_identity("nhd", 16))
+    assert named[0].equal(call(exported, inputs)[0])
+    with pytest.raises(exported.ProblemError, match="this cache is nhd:16:1"):
+        call(exported, inputs, kv_layout=exported.kv_identity("nhd", 32))
+
+
+def test_a_chunk_in_a_batch_has_the_bits_that_it_has_alone(exported: ModuleType) -> None:
+    inputs = chunks([97, 41, 0])
+    whole, _ = call(exported, inputs, batch_invariant=True)
+    pages = {"block_table": inputs.block_table, "cache_seqlens": inputs.cache_seqlens}
+    for b in range(3):
+        one = {name: each[b : b + 1] for name, each in pages.items() if each is not None}
+        given = {**inputs.modifiers.of_prefill, **one, "max_seqlen_k": None, "causal": True}
+        given |= {"window": (-1, -1), "batch_invariant": True}
+        alone = exported.prefill(inputs.q[b : b + 1], inputs.k, inputs.v, **given)
+        assert torch.equal(whole[b], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"block_table": None}, "prefill: cache_seqlens is not supported yet"),
+        ({"prefix_lens": torch.ones(2).int()}, "with a block_table: prefix_lens is not supported"),
+        ({"k_scale": torch.ones(1)}, "prefill: k_scale is not supported yet"),
+    ],
+)
+def test_what_chunks_have_not_yet_is_refused_by_name(
+    exported: ModuleType, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(exported.ProblemError, match=message):
+        call(exported, chunks([97, 41]), **changed)
+
+
+def test_gradients_of_keys_in_pages_are_refused(exported: ModuleType) -> None:
+    inputs = chunks([97, 41])
+    with pytest.raises(exported.ProblemError, match="q requires grad and there is no backward"):
+        call(exported, replace(inputs, q=inputs.q.clone().requires_grad_()))

@@ -72,12 +72,15 @@ def test_every_key_of_an_entry_reaches_the_problem(tmp_path):
         + """
 prefill:
   - {seqlen_q: 32, causal: [true, false], layout: bhsd}
+  - {seqlen_q: 32, seqlen_k: 96, layout: thd, page_size: 16, kv_layout: hnd, pages: contiguous}
 decode:
   - {seqlen_k: 64, seqlen_q: 2, kv_layout: hnd, lengths: ragged, page_size: 16}
 """
     )
-    causal, full, decode = (problem for problem, _ in load(tmp_path, text).problems)
+    causal, full, chunk, decode = (problem for problem, _ in load(tmp_path, text).problems)
     assert (causal.causal, full.causal, full.layout) == (True, False, "bhsd")
+    assert (chunk.layout, chunk.seqlen_k, chunk.page_size) == ("thd", 96, 16)
+    assert (chunk.kv_layout, chunk.pages) == ("hnd", "contiguous")
     assert (decode.seqlen_q, decode.kv_layout, decode.lengths) == (2, "hnd", "ragged")
 
 
@@ -341,6 +344,12 @@ def test_deterministic_is_said_of_the_backward_alone(tmp_path):
     ]
     with pytest.raises(WorkloadError, match=r"prefill\[0\]: deterministic is for training"):
         load(tmp_path, f"{MODEL}prefill: [{{seqlen_q: 64, deterministic: true}}]")
+
+
+def test_keys_in_pages_have_no_backward_and_it_is_said_at_once(tmp_path):
+    trained = "{seqlen_q: 64, page_size: 16, training: true}"
+    with pytest.raises(WorkloadError, match="page_size 16: no backward has keys in pages yet"):
+        load(tmp_path, f"{MODEL}prefill: [{trained}]")
 
 
 def test_training_is_a_word_of_an_entry_and_no_list(tmp_path):
