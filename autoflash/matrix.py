@@ -2,33 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
-from autoflash.check import MIXED, NARROW
 from autoflash.config import Config
 from autoflash.families import sample
 from autoflash.gradient_probes import GRADIENT_PROBES
 from autoflash.inputs import Inputs, make_inputs
+from autoflash.kinds import like
 from autoflash.probes import PROBES, Probe
 from autoflash.problem import Problem, title
-from autoflash.runtime.problem import DTYPE_BYTES as DTYPES
-from autoflash.runtime.problem import KV_SCALES, QUANTISED_BYTES
 
 EVERY_PROBE = PROBES | GRADIENT_PROBES
 FEW_TILES, ALL_TILES = (64,), (16, 64, 128)  # whose edges an exported module is asked about
-HEAD_DIMS = (16, 40, 64, 80, 96, 128, 160, 192, 256)
-RATIOS = ((28, 4), (6, 1), (15, 5), (71, 1), (4, 4))  # query heads and KV heads
-PAGE_SIZES = (1, 3, 16, 48, 64, 480)
 NEAR = (-1, 0, 1)  # on both sides of a size and at it
 ALIKE = ("lse", "strides", "addresses")  # clauses that one kind of an op answers for all
-MASKS = (  # beyond windows
-    {"masked_by": "blocks", "mask_block_q": 128, "mask_block_k": 128},
-    {"masked_by": "blocks", "mask_block_q": 64, "mask_block_k": 192, "causal": True},
-    {"masked_by": "documents"},
-    {"masked_by": "documents", "causal": True},
-    {"masked_by": "prefix", "causal": True},
-)
 MANY = 65_537  # one more than two of a grid's axes hold
 
 
@@ -61,37 +48,6 @@ class Case:
         return make_inputs(self.problem, seed, device, lengths, **options)
 
 
-def kinds_of(op: str, small: bool) -> list[Problem]:
-    """A problem of every kind: switches, types, widths, ratios, layouts. Sizes mean nothing.
-
-    The small list has each switch once, and each type.
-    """
-    if op == "backward":
-        served = [k for k in kinds_of("prefill", small) if not k.masks]
-        served = [kind for kind in served if kind.head_dim_v == kind.head_dim]
-        return [replace(kind, op="backward") for kind in served]
-    if op == "prefill":
-        return _few_prefills() if small else list(dict.fromkeys(_all_prefills()))
-    return _few_decodes() if small else list(dict.fromkeys(_all_decodes()))
-
-
-def kind_of(problem: Problem) -> Problem:
-    """The kind of a problem that somebody tuned: few heads in few sequences of one length."""
-    p = problem
-    kv_heads = min(p.num_kv_heads, 2)
-    heads = {"batch": 2, "num_heads": kv_heads * p.group_size, "num_kv_heads": kv_heads}
-    left, right = (min(side, NARROW) for side in (p.window_left, p.window_right))
-    density = MIXED if p.density else 0
-    sizes = {"window_left": left, "window_right": right, "density": density}
-    alike = replace(p, **heads, lengths="equal", **sizes)
-    return as_long_as(alike, 1)
-
-
-def as_long_as(kind: Problem, tokens: int) -> Problem:
-    """The kind with so many keys, and in prefill queries."""
-    return replace(kind, seqlen_k=tokens, seqlen_q=kind.seqlen_q if kind.op == "decode" else tokens)
-
-
 def tiles_of(config: Config) -> tuple[int, ...]:
     """The tile sizes at whose edges a config may go wrong."""
     knobs = config.as_dict()
@@ -102,6 +58,8 @@ def cases_of(kind: Problem, tiles: Sequence[int], small: bool, brief: bool = Fal
     """The cases of one kind, each once; `brief` leaves out what all kinds have in common."""
     of_op = _prefill_cases if kind.op == "prefill" else _decode_cases
     of_kind = _packed_cases if kind.varlen else of_op
+    if kind.op == "prefill" and kind.paged:
+        of_kind = _chunk_cases
     if kind.op == "backward":
         of_kind = _packed_gradient_cases if kind.varlen else _gradient_cases
     cases = dict.fromkeys(of_kind(kind, tiles, small))
@@ -115,119 +73,11 @@ def far_cases_of(op: str) -> list[Case]:
     probe = "more programs than 65535"
     if op == "prefill":
         sizes = {"batch": 10_923, "num_heads": 6, "seqlen_q": 16, "seqlen_k": 16}
-        heads = Case(probe, _like(sample("prefill"), **sizes))
+        heads = Case(probe, like(sample("prefill"), **sizes))
         packed = {"batch": 65_600, "num_heads": 8, "seqlen_q": 1, "seqlen_k": 1, "layout": "thd"}
-        return [heads, Case(probe, _like(sample("prefill"), **packed))]
+        return [heads, Case(probe, like(sample("prefill"), **packed))]
     sizes = {"batch": MANY, "num_heads": 8, "seqlen_k": 1, "page_size": 16}
-    return [Case(probe, _like(sample("decode"), **sizes), (1,) * MANY)]
-
-
-def _few_prefills() -> list[Problem]:
-    def kind(head_dim: int = 16, heads: int = 2, kv_heads: int = 1, **fields: Any) -> Problem:
-        sizes = {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
-        return _like(sample("prefill"), **{**sizes, **fields})
-
-    return [
-        kind(40, 3, 1, layout="bhsd"),
-        kind(dtype="fp32", causal=True),
-        kind(causal=True, softcap=True, sinks=True),
-        kind(dtype="fp16", window_left=16, alibi=True),
-        kind(causal=True, window_left=16, bias=True),
-        kind(layout="thd", causal=True),
-        kind(24, head_dim_v=40, causal=True),
-        kind(masked_by="blocks", density=MIXED, mask_block_q=32, mask_block_k=64),
-        kind(masked_by="documents", density=MIXED, causal=True),
-        kind(masked_by="prefix", density=MIXED, causal=True),
-    ]
-
-
-def _few_decodes() -> list[Problem]:
-    def kind(head_dim: int = 16, heads: int = 3, kv_heads: int = 1, **fields: Any) -> Problem:
-        sizes = {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
-        return _like(sample("decode"), **{**sizes, **fields})
-
-    return [
-        kind(40, 4, 2, kv_layout="hnd"),
-        kind(dtype="fp32"),
-        kind(dtype="fp16", page_size=3),
-        kind(page_size=16, seqlen_q=2),
-        kind(32, 2, 1, page_size=16, kv_dtype="fp8_e4m3", kv_scales="head"),
-        kind(32, 2, 1, kv_dtype="int8", kv_scales="token"),
-        kind(576, 5, 1, head_dim_v=512, page_size=16, seqlen_q=2),
-        kind(page_size=16, pages="chosen"),
-        kind(page_size=16, window_left=16, sinks=True),
-        kind(page_size=16, seqlen_q=3, window_left=16, softcap=True, alibi=True),
-    ]
-
-
-def _all_prefills() -> Iterator[Problem]:
-    wide = _like(sample("prefill"), head_dim=128, num_heads=8, num_kv_heads=2)
-    on_off = (False, True)
-    for mask in ({}, {"causal": True}, {"window_left": 16}):
-        for softcap, sinks in product(on_off, on_off):
-            for added in ({}, {"alibi": True}, {"bias": True}):
-                yield _like(wide, **mask, **added, softcap=softcap, sinks=sinks)
-    plain = _like(sample("prefill"), num_heads=4, num_kv_heads=2)
-    for dtype, head_dim in product(DTYPES, HEAD_DIMS):
-        yield _like(plain, dtype=dtype, head_dim=head_dim, causal=True)
-    for heads, kv_heads in RATIOS:
-        yield _like(plain, num_heads=heads, num_kv_heads=kv_heads)
-    for causal in on_off:
-        yield _like(plain, layout="bhsd", causal=causal)
-        for head_dim, head_dim_v in ((192, 128), (64, 96), (40, 256)):
-            yield _like(plain, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)
-    for mask, added in product(MASKS, ({}, {"softcap": True, "sinks": True}, {"alibi": True})):
-        yield _like(wide, density=MIXED, **mask, **added)
-    for dtype in DTYPES:
-        yield _like(plain, dtype=dtype, head_dim=40, layout="bhsd", density=MIXED, **MASKS[0])
-    for mask in ({}, {"causal": True}, {"window_left": 16}):
-        for softcap, sinks, alibi in product(on_off, on_off, on_off):
-            fields = {"softcap": softcap, "sinks": sinks, "alibi": alibi}
-            yield _like(wide, layout="thd", **mask, **fields)
-
-
-def _all_decodes() -> Iterator[Problem]:
-    wide = _like(sample("decode"), head_dim=128, num_heads=8, num_kv_heads=2)
-    plain = _like(sample("decode"), num_heads=4, num_kv_heads=2)
-    for page_size, seqlen_q in product((0, 16), (1, 4)):
-        yield _like(wide, page_size=page_size, seqlen_q=seqlen_q)
-        for kv_dtype, kv_scales in product(QUANTISED_BYTES, KV_SCALES):
-            fields = {"kv_dtype": kv_dtype, "kv_scales": kv_scales}
-            yield _like(wide, page_size=page_size, seqlen_q=seqlen_q, **fields)
-    for page_size in (0, 16):
-        for dtype, head_dim in product(DTYPES, HEAD_DIMS):
-            yield _like(plain, page_size=page_size, dtype=dtype, head_dim=head_dim)
-        for heads, kv_heads in RATIOS:
-            yield _like(plain, page_size=page_size, num_heads=heads, num_kv_heads=kv_heads)
-        yield _like(plain, page_size=page_size, kv_layout="hnd")
-    for page_size in PAGE_SIZES:
-        yield _like(plain, page_size=page_size)
-    for page_size, seqlen_q in product((1, 16, 64), (1, 3)):
-        sizes = {"page_size": page_size, "seqlen_q": seqlen_q, "pages": "chosen"}
-        yield _like(wide, **sizes)
-        yield _like(wide, **sizes, window_left=16, alibi=True, sinks=True)
-    latent = _like(wide, head_dim=576, head_dim_v=512, num_heads=16, num_kv_heads=1)
-    for dtype, page_size, seqlen_q in product(("bf16", "fp16"), (0, 16, 64), (1, 2)):
-        fields = {"dtype": dtype, "page_size": page_size, "seqlen_q": seqlen_q}
-        yield _like(latent, head_dim_v=512, **fields)
-    yield _like(latent, head_dim_v=512, num_heads=128)
-    yield _like(latent, head_dim_v=512, window_left=16, softcap=True, alibi=True, sinks=True)
-    on_off = (False, True)
-    for seqlen_q, left, *on in product((1, 3), (-1, 16), on_off, on_off, on_off):
-        fields = dict(zip(("softcap", "alibi", "sinks"), on, strict=True))
-        yield _like(wide, page_size=16, seqlen_q=seqlen_q, window_left=left, **fields)
-    for seqlen_q, (kv_dtype, kv_scales) in product(
-        (1, 4), (("fp8_e4m3", "head"), ("int8", "token"))
-    ):
-        everything = {"window_left": 16, "softcap": True, "alibi": True, "sinks": True}
-        fields = {"kv_dtype": kv_dtype, "kv_scales": kv_scales, **everything}
-        yield _like(wide, seqlen_q=seqlen_q, **fields)
-
-
-def _like(problem: Problem, **changes: Any) -> Problem:
-    """The problem with changes; what follows from other fields follows from the new ones."""
-    follows = {"head_dim_v": 0, "kv_dtype": "", "out_dtype": "", "pages": ""}
-    return replace(problem, **{**follows, **changes})
+    return [Case(probe, like(sample("decode"), **sizes), (1,) * MANY)]
 
 
 def _prefill_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:
@@ -296,6 +146,45 @@ def _packed_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[
     yield case("each tensor unaligned", *some[2:5])
     yield case("two runs agree in every bit", *some)
     yield case("scores far from zero", (37, 37), (1, 9))
+
+
+def _chunk_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:
+    t, p = max(tiles), kind.page_size
+    edges = (0, 1, p + 1, t, t + 1) if small else _decode_edges(tiles, p)
+
+    def case(probe: str, rows: int, *keys: int, **changes: Any) -> Case:
+        sizes = {"batch": len(keys), "seqlen_q": rows, "seqlen_k": max(1, *keys)}
+        lengths = keys
+        if kind.varlen:  # chunks of different lengths, and none at last
+            lengths = tuple((max(0, rows - 3 * n), each) for n, each in enumerate(keys))
+        return Case(probe, replace(kind, **sizes, lengths="ragged", **changes), lengths)
+
+    yield case("random values", t // 2 + 5, t + 9, 37, 0)
+    for rows in (t + 1,) if small else (1, 17, t - 1, t + 1):
+        yield case("visible keys are counted", rows, *edges)
+    if kind.windowed:
+        for left in (t,) if small else (0, 1, t - 1, t, t + 1):
+            yield case("visible keys are counted", t // 2, *edges, window_left=left)
+        yield case("keys before all windows change no bit", 19, 2 * t + 9, 1, t + 1)
+    yield case("rows without keys", t // 2 + 9, 0, 40, t // 4 + 1)
+    if kind.softcap:
+        yield case("scores far beyond a softcap", 40, t + 9, 41)
+    yield case("lse is the natural logarithm", 40, 2 * t + 1, 1)
+    yield case("out without lse", 40, t + 9, 41)
+    yield case("dead slots change no bit", 20, t + 1, 1, p, 0)
+    yield case("pages lie anywhere", 20, t + 9, 40)
+    yield case("page ids beyond 32 bits", 17, min(40, 3 * p), 1)
+    yield case("wide rows", 33, t + 9, 37)
+    yield case("each tensor unaligned", 33, t + 9, 37)
+    yield case("lengths and table are views", 33, t + 9, 3)
+    yield case("the largest score comes last", 33, 2 * t + 9, 37)
+    if not small:  # of what other kinds of prefill answer for
+        yield case("a scale of its own", 40, t + 9, 41)
+        yield case("two runs agree in every bit", 33, t + 9, 37)
+        yield case("scores far from zero", 37, 37, 9)
+    if not kind.varlen:
+        yield case("each tensor in another order", 33, t + 9, 9)
+        yield case("heads are apart", 20, t + 9, 9)
 
 
 def _gradient_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterator[Case]:

@@ -83,11 +83,13 @@ def _hidden_keys_change_no_bit(subject: Subject, make: Make) -> str:
 
 
 def _keys_before_windows_change_no_bit(subject: Subject, make: Make) -> str:
-    # decode: they may be gone from the cache, their pages may be others'
+    # they may be gone from the cache, their pages may be others'
     inputs = make()
     p, lengths = inputs.problem, inputs.cache_seqlens
     assert lengths is not None
-    gone = (lengths - p.seqlen_q - p.window_left).clamp_min(0)
+    starts = inputs.cu_seqlens_q
+    rows = p.seqlen_q if starts is None else starts.diff()
+    gone = (lengths - rows - p.window_left).clamp_min(0)
     k, v, table = inputs.k.clone(), inputs.v.clone(), inputs.block_table
     for b, keys in enumerate(gone.tolist()):
         for tokens in (_tokens_first(k, p), _tokens_first(v, p)):
@@ -355,8 +357,11 @@ PROBES = {
 
 
 def _tokens_first(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """A view (batch or pages, tokens, heads, d) of a tensor in the problem's layout, or back."""
-    heads_before = problem.layout == "bhsd" or problem.kv_layout == "hnd"
+    """A view (batch or pages, tokens, heads, d) of a tensor in the problem's layout, or back.
+
+    Where keys lie in pages the layout is the cache's.
+    """
+    heads_before = problem.kv_layout == "hnd" or (problem.layout == "bhsd" and not problem.paged)
     return tensor.transpose(1, 2) if heads_before else tensor
 
 

@@ -17,17 +17,8 @@ from autoflash.families import Family, why_refused
 from autoflash.families import space as space_of
 from autoflash.findings import Finding, Told
 from autoflash.gpu import Gpu
-from autoflash.matrix import (
-    ALL_TILES,
-    FEW_TILES,
-    Case,
-    as_long_as,
-    cases_of,
-    far_cases_of,
-    kind_of,
-    kinds_of,
-    tiles_of,
-)
+from autoflash.kinds import as_long_as, kind_of, kinds_of
+from autoflash.matrix import ALL_TILES, FEW_TILES, Case, cases_of, far_cases_of, tiles_of
 from autoflash.problem import Problem
 from autoflash.records import Winner
 from autoflash.roofline import cache_bytes

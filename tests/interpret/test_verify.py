@@ -11,7 +11,7 @@ import pytest
 
 from autoflash.accuracy import Budget
 from autoflash.inputs import make_inputs
-from autoflash.matrix import kinds_of
+from autoflash.kinds import kinds_of
 from autoflash.probes import judged
 
 

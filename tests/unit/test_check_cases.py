@@ -21,6 +21,7 @@ PROBLEMS = [
     replace(PREFILL, layout="bhsd", causal=False),
     replace(PREFILL, window_left=20, softcap=True, alibi=True, sinks=True),
     replace(PREFILL, layout="bhsd", causal=False, window_right=9, bias=True),
+    replace(PREFILL, page_size=16, kv_layout="hnd", lengths="ragged"),
     DECODE,
 ]
 

@@ -63,6 +63,16 @@ def test_the_backward_is_carried_where_one_was_tuned_and_nowhere_else():
     assert selector.choose(prefill_of(causal=False), DEVICE).how == "default"  # of no forward
 
 
+def test_what_was_tuned_over_pages_serves_pages_of_other_sizes_and_no_contiguous_keys():
+    chunk = prefill_of(page_size=16, seqlen_k=4096, kv_layout="hnd")
+    selector = selector_of(export([winner_of(chunk)]).text)
+    assert selector.choose(chunk, DEVICE).how == "exact"
+    near = selector.choose(dataclasses.replace(chunk, page_size=32, seqlen_k=3000), DEVICE)
+    assert (near.how, near.family) == ("nearest", "prefill")
+    for other in ({"kv_layout": "nhd"}, {"page_size": 0}, {"layout": "thd"}, {"head_dim_v": 32}):
+        assert selector.choose(dataclasses.replace(chunk, **other), DEVICE).how == "default"
+
+
 def test_the_module_needs_no_autoflash_and_starts_no_cuda(tmp_path):
     path = tmp_path / "attention_dispatch.py"
     write_module(export([winner_of(prefill_of())]).text, path)

@@ -14,7 +14,8 @@ from autoflash.families import FAMILIES, serving, why_refused
 from autoflash.findings import Finding, broken, by_clause, junit
 from autoflash.gpu import known
 from autoflash.gradient_probes import GRADIENT_PROBES
-from autoflash.matrix import Case, cases_of, far_cases_of, kinds_of
+from autoflash.kinds import kinds_of
+from autoflash.matrix import Case, cases_of, far_cases_of
 from autoflash.probes import CLAUSES, PROBES
 from autoflash.roofline import cache_bytes
 from autoflash.runtime.match import match_key, match_sizes
