@@ -96,6 +96,21 @@ def decode(batch, keys, paged=True, **more):
     return "decode", make
 
 
+def chunks(packed=False, **more):
+    def make():
+        lengths = torch.randint(100, 800, (3,), device="cuda", dtype=torch.int32)
+        table = torch.randperm(150, device="cuda", dtype=torch.int32).view(3, 50)
+        k, v = (normal(150, 16, 2, 128) for _ in "kv")
+        q = normal(300, 8, 128) if packed else normal(3, 100, 8, 128)
+        call = {"k": k, "v": v, "cache_seqlens": lengths, "block_table": table, "causal": True}
+        if packed:
+            starts = torch.tensor([0, 1, 200, 300], device="cuda", dtype=torch.int32)
+            call |= {"cu_seqlens_q": starts, "max_seqlen_q": 199}
+        return {"q": q, **call, **more}
+
+    return "prefill", make
+
+
 CALLS = [
     prefill(128),
     prefill(64, return_lse=True),
@@ -103,6 +118,8 @@ CALLS = [
     prefill(128, window=(63, 0)),
     prefill(64, softcap=20.0),
     packed(return_lse=True),
+    chunks(return_lse=True),
+    chunks(packed=True, window=(90, 0)),
     decode(8, 1024),
     decode(1, 32768),
     decode(3, 777, paged=False),
