@@ -57,11 +57,15 @@ def run_self_test(
     slots = (pages[:, places // 16] * 16 + places % 16).long()
     slots = slots.where(places[None] < lengths[:, None], -1)
     append_kv(k.flatten(0, 1), v.flatten(0, 1), *caches, slots.flatten())
-    out = decode(q, *caches, lengths, block_table=pages)
-    for row, length in enumerate(lengths.tolist()):
-        given = (q[row : row + 1], k[row : row + 1, :length], v[row : row + 1, :length])
-        name = f"append_kv and paged decode, {length} keys"
-        cases.append(_judged(name, out[row : row + 1], *given, True, -1))
+    chunk, told = normal(2, 20, 4, 64), {"cache_seqlens": lengths, "block_table": pages}
+    for name, queries, out in (
+        ("append_kv and paged decode", q, decode(q, *caches, **told)),
+        ("append_kv and prefill over pages", chunk, prefill(chunk, *caches, causal=True, **told)),
+    ):
+        for row, length in enumerate(lengths.tolist()):
+            own = slice(row, row + 1)
+            given = (queries[own], k[own, :length], v[own, :length])
+            cases.append(_judged(f"{name}, {length} keys", out[own], *given, True, -1))
     wrong = [case for case in cases if not case.passed]
     if wrong:
         told = "; ".join(f"{each.name}: off by {each.error:.3g} row RMS" for each in wrong)

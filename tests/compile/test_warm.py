@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from making import prefill_of, winner_of
 
 from autoflash.export import export
 from autoflash.families import family_of
@@ -23,7 +24,11 @@ def exported():
 
 @pytest.fixture(scope="module")
 def module(exported, tmp_path_factory):
-    path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
+    return imported(exported, tmp_path_factory.mktemp("exported"))
+
+
+def imported(exported, folder):
+    path = folder / "attention_dispatch.py"
     path.write_text(exported.text)
     spec = importlib.util.spec_from_file_location("warm_dispatch", path)
     module = importlib.util.module_from_spec(spec)
@@ -73,11 +78,28 @@ def test_the_plans_are_those_that_were_measured(module, exported):
         ):  # of slopes and lengths that inputs choose otherwise
             continue
         seen[kind] = p
-        (device,) = {table.device for table in module.installed().tables.gpus if row in table.rows}
-        inputs = make_inputs(p, device="meta", poison=False)
-        out, lse = new_results(inputs)
-        own = load(render(family_of(made_of.config.family).variant(p)))
-        expected = plan_of(own, inputs, out, lse, gpu, made_of.config)
-        ours = module._warm_plan(module.tuned_problem(row), device, with_lse=True)
-        assert described(ours) == described(expected), p
+        assert warmed(module, row) == measured(p, gpu, made_of.config), p
     assert {op for op, *_ in seen} >= {"prefill", "decode"}
+
+
+def warmed(module, row):
+    (device,) = {table.device for table in module.installed().tables.gpus if row in table.rows}
+    return described(module._warm_plan(module.tuned_problem(row), device, with_lse=True))
+
+
+def measured(problem, gpu, config):
+    inputs = make_inputs(problem, device="meta", poison=False)
+    out, lse = new_results(inputs)
+    own = load(render(family_of(config.family).variant(problem)))
+    return described(plan_of(own, inputs, out, lse, gpu, config))
+
+
+def test_the_plans_of_chunks_over_pages_are_those_that_were_measured(tmp_path):
+    chunks = [
+        prefill_of(seqlen_k=2048, page_size=64, kv_layout="hnd", lengths="ragged"),
+        prefill_of(seqlen_k=2048, page_size=16, layout="thd", window_left=100, sinks=True),
+    ]
+    exported = export([winner_of(problem) for problem in chunks])
+    module = imported(exported, tmp_path)
+    for row, made_of in tuned(module, exported):
+        assert warmed(module, row) == measured(made_of.problem, made_of.gpu, made_of.config)

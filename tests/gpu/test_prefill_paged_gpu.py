@@ -1,4 +1,4 @@
-"""Chunked prefill over pages on a GPU: every candidate, far pages, long contexts, graphs."""
+"""Chunked prefill over pages on a GPU: candidates, far pages, long contexts, graphs."""
 
 import importlib.util
 import os
@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ahead import compile_ahead
+from ahead import compile_ahead, varied
 from running import run
 
 from autoflash.accuracy import Budget
 from autoflash.check import picked, sample_rows
 from autoflash.config import Config
-from autoflash.families.family import space
 from autoflash.families.prefill import FAMILY
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
@@ -59,10 +58,8 @@ EVERYTHING = {"window_left": 100, "softcap": True, "alibi": True, "sinks": True}
     ],
     ids=str,
 )
-def test_every_candidate_is_right_and_dead_memory_changes_no_bit(gpu, changes):
-    long = of(4, 2048, 16384, **changes)
-    candidates = [config for config, reason in space(FAMILY, long, gpu) if not reason]
-    configs = list({FAMILY.binary(config): config for config in candidates}.values())
+def test_candidates_are_right_and_dead_memory_changes_no_bit(gpu, changes):
+    configs = varied(FAMILY, of(4, 2048, 16384, **changes), gpu)
     inputs = chunks(**changes)
     compile_ahead({config: [inputs.problem] for config in configs}, gpu)
     budget = Budget(inputs)

@@ -28,14 +28,17 @@ def module(text, tmp_path):
 
 def test_a_module_that_is_right_passes_its_own_test(module):
     cases = module.self_test()
-    assert len(cases) == 6
+    assert len(cases) == 8
     assert all(0.0 < case.allowed < 0.1 for case in cases)
 
 
 def by_torch(module, wrong=lambda out: out):
-    """A prefill that is right, made wrong."""
+    """A prefill that is right, made wrong; over pages it is the module's own."""
+    own = module.prefill
 
-    def prefill(q, k, v, causal, window):
+    def prefill(q, k, v, causal, window=(-1, -1), **pages):
+        if pages:
+            return own(q, k, v, causal=causal, **pages)
         out = module._attention_in(torch.float32, q, k, v, causal, window[0])
         return wrong(out.to(q.dtype))
 
@@ -55,7 +58,7 @@ def test_a_wrong_prefill_is_named(module, wrong, monkeypatch):
 
 def test_a_wrong_decode_is_named(module, monkeypatch):
     monkeypatch.setattr(module, "prefill", by_torch(module))
-    monkeypatch.setattr(module, "decode", lambda q, *caches, block_table: torch.zeros_like(q))
+    monkeypatch.setattr(module, "decode", lambda q, *caches, **pages: torch.zeros_like(q))
     named = r"wrong results on cpu: append_kv and paged decode, 90 keys"
     with pytest.raises(module.SelfTestError, match=named):
         module.self_test()
