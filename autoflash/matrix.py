@@ -75,7 +75,8 @@ def far_cases_of(op: str) -> list[Case]:
         sizes = {"batch": 10_923, "num_heads": 6, "seqlen_q": 16, "seqlen_k": 16}
         heads = Case(probe, like(sample("prefill"), **sizes))
         packed = {"batch": 65_600, "num_heads": 8, "seqlen_q": 1, "seqlen_k": 1, "layout": "thd"}
-        return [heads, Case(probe, like(sample("prefill"), **packed))]
+        over_pages = like(sample("prefill"), **packed, page_size=16)
+        return [heads, Case(probe, like(sample("prefill"), **packed)), Case(probe, over_pages)]
     sizes = {"batch": MANY, "num_heads": 8, "seqlen_k": 1, "page_size": 16}
     return [Case(probe, like(sample("decode"), **sizes), (1,) * MANY)]
 

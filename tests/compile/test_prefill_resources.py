@@ -92,6 +92,25 @@ def test_the_bound_counts_ids_of_documents_and_channels_of_values(case: tuple) -
     assert compiled <= prefill_smem_bytes(p, knobs, gpu) <= 1.5 * compiled
 
 
+PAGED = [
+    ("sm_80", "bf16", 128, 16, 64, 32, 4, 3, "pointer"),
+    ("sm_90", "bf16", 128, 16, 64, 64, 4, 4, "pointer"),
+    ("sm_90", "bf16", 128, 64, 128, 64, 8, 2, "descriptor"),
+    ("gfx942", "bf16", 64, 3, 64, 64, 4, 2, "pointer"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PAGED, ids=str)
+def test_the_bound_holds_over_pages_whose_ids_take_no_shared_memory(case: tuple) -> None:
+    arch, dtype, head_dim, page_size, *values = case
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
+    knobs = dict(zip(names, values, strict=True), HEAD_GROUP_MIB=4)
+    p = replace(problem(dtype, head_dim), page_size=page_size)
+    compiled = compile_candidate(p, Config.of("prefill", knobs), TARGETS[arch]).smem_bytes
+    assert compiled <= prefill_smem_bytes(p, knobs, TARGETS[arch]) <= 1.5 * compiled
+
+
 BIASED = [
     ("sm_80", "bf16", 128, 64, 32, 4, 2, "pointer"),
     ("sm_86", "bf16", 64, 64, 32, 4, 3, "pointer"),
@@ -112,8 +131,9 @@ def test_the_bound_holds_with_a_bias_under_a_window(case: tuple) -> None:
     assert compiled <= prefill_smem_bytes(p, knobs, TARGETS[arch]) <= 1.5 * compiled
 
 
-def test_fp32_inputs_are_multiplied_as_fp32() -> None:
-    gpu, p = known("NVIDIA H200"), problem("fp32", 64)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_fp32_inputs_are_multiplied_as_fp32(page_size: int) -> None:
+    gpu, p = known("NVIDIA H200"), replace(problem("fp32", 64), page_size=page_size)
     (kernel,), _ = _compiled(p, FAMILY.default(p, gpu), gpu, with_lse=True, wide_rows=False)
     assert "fma.rn.f32" in kernel.asm["ptx"]
     assert "tf32" not in kernel.asm["ptx"]
