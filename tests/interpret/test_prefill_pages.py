@@ -316,6 +316,16 @@ def test_a_cache_is_known_by_what_it_is_called(exported: ModuleType) -> None:
         call(exported, inputs, kv_layout=exported.kv_identity("nhd", 32))
 
 
+def test_calls_of_one_form_are_told_apart_by_the_layout_of_the_cache(exported: ModuleType) -> None:
+    """With as many heads as tokens in a page both layouts have the same shapes and strides."""
+    fields = {"num_heads": 2, "num_kv_heads": 2, "page_size": 2}
+    for _ in range(2):
+        for kv_layout in ("nhd", "hnd"):
+            inputs = chunks([97, 41], **fields, kv_layout=kv_layout)
+            verdict = Budget(inputs).judge(*call(exported, inputs))
+            assert verdict.correct, verdict.reason
+
+
 def test_a_chunk_in_a_batch_has_the_bits_that_it_has_alone(exported: ModuleType) -> None:
     inputs = chunks([97, 41, 0])
     whole, _ = call(exported, inputs, batch_invariant=True)
