@@ -3,8 +3,9 @@
     python examples/paged_serving.py out/attention_dispatch.py
 
 A shared prompt is in the cache once: the full pages of it stand in every sequence's block table and
-are given back when the last of them ends. Each step appends one token a sequence and decodes the
-batch; sequences end at different lengths, their pages go to those that wait. One attention layer
+are given back when the last of them ends. What a sequence has beyond it is prefilled over its
+pages, in one chunk. Each step appends one token a sequence and decodes the batch; sequences end at
+different lengths, their pages go to those that wait. One attention layer
 with random keys, values and queries stands for a model. Every result is compared with attention
 written out in fp64: twice the error of the same sums in fp32 with P and the output rounded is
 allowed. Without a GPU the kernels run in triton's interpreter. Exits with 1 if a result is wrong.
@@ -108,26 +109,28 @@ class Server:
         self.append(sequence, torch.cat([rest_k, own_k]), torch.cat([rest_v, own_v]))
         q = self.normal(1, own_tokens, self.sizes.num_heads, self.sizes.head_dim)
         # the queries of its own tokens, over all keys: positions are aligned at the end
-        out = self.module.prefill(q, sequence.k[None], sequence.v[None], causal=True)
+        caches = (self.k_cache, self.v_cache)
+        out = self.module.prefill(q, *caches, causal=True, **self.tables([sequence]))
         self.check(out[0], q[0], sequence)
         return sequence
+
+    def tables(self, batch: list[Sequence]) -> dict[str, torch.Tensor]:
+        """How many keys each sequence has, and on which pages they are."""
+        lengths = torch.tensor([len(each.k) for each in batch], dtype=torch.int32)
+        table = torch.zeros(len(batch), max(len(each.pages) for each in batch), dtype=torch.int32)
+        for row, sequence in enumerate(batch):
+            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        return {
+            "cache_seqlens": lengths.to(self.device),
+            "block_table": table.to(self.device),
+        }
 
     def step(self, batch: list[Sequence]) -> None:
         """One more token of every sequence: appended, then attended from."""
         for sequence in batch:
             self.append(sequence, *self.tokens(1))
-        lengths = torch.tensor([len(each.k) for each in batch], dtype=torch.int32)
-        table = torch.zeros(len(batch), max(len(each.pages) for each in batch), dtype=torch.int32)
-        for row, sequence in enumerate(batch):
-            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
         q = self.normal(len(batch), self.sizes.num_heads, self.sizes.head_dim)
-        out = self.module.decode(
-            q,
-            self.k_cache,
-            self.v_cache,
-            lengths.to(self.device),
-            block_table=table.to(self.device),
-        )
+        out = self.module.decode(q, self.k_cache, self.v_cache, **self.tables(batch))
         for row, sequence in enumerate(batch):
             self.check(out[row : row + 1], q[row : row + 1], sequence)
 

@@ -43,8 +43,8 @@ def test_sequences_grow_share_their_prefix_and_give_their_pages_back(tmp_path):
 def test_a_module_that_reads_another_page_is_told(tmp_path):
     wrong = (
         "\n_right = decode\n"
-        "def decode(q, k, v, lengths, *, block_table):\n"
-        "    return _right(q, k, v, lengths, block_table=block_table.flip(0))\n"
+        "def decode(q, k, v, *, cache_seqlens, block_table):\n"
+        "    return _right(q, k, v, cache_seqlens, block_table=block_table.flip(0))\n"
     )
     done = served(tmp_path, wrong)
     assert done.returncode == 1, done.stderr[-2000:]
