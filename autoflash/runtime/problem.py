@@ -262,7 +262,10 @@ def problem_error(p: Problem) -> str | None:
         )
         return f"head_dim {p.head_dim} is not a multiple of 8 from 16 to 256{wide}"
     if p.op == "decode" and p.seqlen_q > 16:
-        return f"seqlen_q {p.seqlen_q} is more than the 16 query tokens a decode step may have"
+        return (
+            f"seqlen_q {p.seqlen_q} is more than the 16 query tokens a decode step may have;"
+            " prefill has any number, over pages too"
+        )
     return _mask_error(p)
 
 

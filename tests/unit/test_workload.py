@@ -222,7 +222,8 @@ VALUE_MISTAKES = [
     ),
     (
         "decode: [{seqlen_k: 64, seqlen_q: 17}]",
-        "decode[0]: seqlen_q 17 is more than the 16 query tokens a decode step may have",
+        "decode[0]: seqlen_q 17 is more than the 16 query tokens a decode step may have;"
+        " prefill has any number, over pages too",
     ),
     ("", "prefill, decode: neither has an entry, so there is nothing to tune"),
 ]
