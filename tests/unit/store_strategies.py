@@ -20,6 +20,7 @@ from autoflash.records import (
     Winner,
 )
 from autoflash.runtime.problem import (
+    CHOSEN,
     DTYPE_BYTES,
     KV_DTYPE_BYTES,
     KV_SCALES,
@@ -48,6 +49,8 @@ def problems(draw):
     windowed = masked_by != "blocks"  # which excludes a window
     blocks = masked_by == "blocks"
     rules = st.sampled_from(("", "q_idx >= kv_idx", "b == 0 or h % 3 < kv_idx // 16"))
+    mask = draw(rules) if op == "prefill" else ""
+    paged = op == "decode" or not (mask or masked_by or position == "bias")
     return Problem(
         op=op,
         dtype=draw(dtypes),
@@ -58,7 +61,7 @@ def problems(draw):
         seqlen_q=draw(st.integers(1, 16)),
         seqlen_k=draw(st.integers(0, 2**40)),
         causal=draw(st.booleans()),
-        page_size=draw(st.integers(0, 512)),
+        page_size=draw(st.integers(0, 512)) if paged else 0,
         layout=draw(st.sampled_from(("bshd", "bhsd"))),
         kv_layout=draw(st.sampled_from(("nhd", "hnd"))),
         lengths=draw(st.sampled_from(LENGTHS)),
@@ -67,10 +70,10 @@ def problems(draw):
         head_dim_v=draw(st.integers(1, 512)),
         deterministic=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
-        pages=draw(st.sampled_from(PAGES)),
+        pages=draw(st.sampled_from([name for name in PAGES if op == "decode" or name != CHOSEN])),
         window_left=draw(st.integers(-1, 2**40)) if windowed else -1,
         window_right=draw(st.integers(-1, 2**40)) if windowed else -1,
-        mask=draw(rules) if op == "prefill" else "",
+        mask=mask,
         masked_by=masked_by,
         density=draw(st.integers(1, 100)) if masked_by else 0,
         mask_block_q=16 * draw(st.integers(1, 4096)) if blocks else 0,
