@@ -31,6 +31,15 @@ def packed(module, **more):
     return tensors
 
 
+def chunks(module, **more):
+    q, k, v = normal(2, 40, 2, 64), normal(9, 128, 1, 64), normal(9, 128, 1, 64)
+    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "sinks": normal(2)}
+    table = torch.arange(16, dtype=torch.int32).view(2, 8)
+    tensors |= {"cache_seqlens": LENGTHS.clone(), "block_table": table, **more}
+    module.prefill(**tensors, causal=True)
+    return tensors
+
+
 def decode(module, **more):
     q = normal(2, 1, 4, 64)
     caches = {"k_cache": normal(2, 4096, 2, 64), "v_cache": normal(2, 4096, 2, 64)}

@@ -9,6 +9,7 @@ import triton
 from fake_calls import (
     LENGTHS,
     append,
+    chunks,
     decode,
     decode_with_modifiers,
     normal,
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "call", [prefill, prefill_with_sinks, packed, decode, decode_with_modifiers, append]
+    "call", [prefill, prefill_with_sinks, packed, chunks, decode, decode_with_modifiers, append]
 )
 def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, monkeypatch):
     plain, module = new_module(), new_module()

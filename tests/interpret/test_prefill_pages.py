@@ -190,8 +190,8 @@ def test_rows_without_keys_are_zero_and_their_lse_minus_infinity_or_the_sink() -
 
 def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are() -> None:
     inputs = chunks([40], head_dim=32, num_heads=1, poison=False)
-    assert inputs.block_table is not None
     near = replace(inputs, v=inputs.k)
+    assert near.block_table is not None
     apart = 16384  # elements between pages: 4.3 GB, of which 3 pages are used
     memory = torch.empty(131_080 * apart, dtype=near.k.dtype)
     far = memory.as_strided((131_080, 16, 1, 32), (apart, 32, 32, 1))
