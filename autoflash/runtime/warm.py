@@ -12,6 +12,7 @@ from .arguments import ARGUMENT_DTYPES
 from .device import Device, device_at
 from .installed import installed
 from .launch import Launch, compile_plan, interpreted
+from .masks import BlockLists
 from .match import MATCH_EXACT_FIELDS
 from .modifiers import Modifiers, modifiers_of, prefill_plan
 from .problem import PAGES, Problem
@@ -71,6 +72,7 @@ def tuned_problem(row: Row) -> Problem:
         pages=PAGES[sizes.pages],
         window_left=sides[0],
         window_right=sides[1],
+        density=sizes.density,
     )
 
 
@@ -159,7 +161,22 @@ def _modifiers(p: Problem) -> Modifiers:
     if p.paged:
         made |= {"cache_seqlens": _meta(p.batch, dtype=torch.int32), "block_table": _table(p)}
         made |= {"kv_layout": p.kv_layout, "max_seqlen_k": p.seqlen_k}
-    return numbers._replace(**made)
+    return numbers._replace(**made, **_masks(p))
+
+
+def _masks(p: Problem) -> dict[str, Any]:
+    """Those of the problem, with lists of as many blocks as there may be."""
+    if p.masked_by == "documents":
+        return {"document_ids": _meta(p.batch, p.seqlen_k, dtype=torch.int32)}
+    if p.masked_by == "prefix":
+        return {"prefix_lens": _meta(p.batch, dtype=torch.int32)}
+    if p.masked_by != "blocks":
+        return {}
+    rows, columns = -(-p.seqlen_q // p.mask_block_q), -(-p.seqlen_k // p.mask_block_k)
+    counts = _meta(p.batch, p.num_heads, rows, dtype=torch.int32)
+    indices = _meta(p.batch, p.num_heads, rows, columns, dtype=torch.int32)
+    lists = (counts, indices, torch.empty_like(counts), torch.empty_like(indices))
+    return {"block_mask": BlockLists(*lists, (p.mask_block_q, p.mask_block_k))}
 
 
 def _pages(p: Problem) -> int:
