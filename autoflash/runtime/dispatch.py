@@ -142,11 +142,11 @@ def prefill(
     if paged and masks != (None,) * 5:
         refuse_arguments("prefill: with a block_table", Masks._fields, masks)
     if torch.compiler.is_compiling():
-        refused = (block_table, batch_invariant or None)
-        refuse_arguments("prefill: in a graph", ("block_table", "batch_invariant"), refused)
+        refuse_arguments("prefill: in a graph", ("batch_invariant",), (batch_invariant or None,))
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
-        read = (q, k, v, causal, window, *numbers, tensors, layout, packing, masks, check)
-        return prefill_traced(*read, deterministic, out, return_lse)
+        read = (q, k, v, causal, window, *numbers, tensors, layout, packing, masks)
+        pages = (cache_seqlens, block_table, kv_layout)
+        return prefill_traced(*read, pages, check, deterministic, out, return_lse)
     options = (causal, layout, softmax_scale, out, return_lse, check)
     if masks != (None,) * 5:
         refuse_arguments("prefill: with masks", ("batch_invariant",), (batch_invariant or None,))

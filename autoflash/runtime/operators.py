@@ -18,6 +18,7 @@ from .problem import LATENT_WIDTHS, ProblemError
 from .scales import Scale, scale_number
 from .schemas import (
     APPEND_LEFT_OUT,
+    CHUNKS_LEFT_OUT,
     DECODE_LEFT_OUT,
     MASKS_LEFT_OUT,
     OPERATOR_SCHEMAS,
@@ -55,6 +56,8 @@ def register_operators(
         "prefill_masked_out": lambda q, k, v, out, *given: _prefill_results(
             q, k, v, *given[MASKS:]
         )[1],
+        "prefill_chunked": lambda q, k, v, *given: _prefill_results(q, k, v, *given[3:]),
+        "prefill_chunked_out": lambda q, k, v, *given: _prefill_results(q, k, v, *given[4:])[1],
         "prefill_gradients": gradient_results,
         "decode": _decode_results,
         "decode_out": lambda *given: _decode_results(*given)[1],
@@ -93,6 +96,7 @@ def prefill_traced(
     layout: str,
     packing: tuple[torch.Tensor | int | None, ...],
     masks: tuple[Any, ...],
+    pages: tuple[torch.Tensor | None, torch.Tensor | None, str],
     check: bool,
     deterministic: bool,
     out: torch.Tensor | None,
@@ -101,14 +105,19 @@ def prefill_traced(
     """prefill() of a graph that torch.compile makes.
 
     `tensors` are slopes, bias and sinks, `packing` both cu_seqlens and both maxima, `masks` what
-    prefill() takes from block_mask to density.
+    prefill() takes from block_mask to density, `pages` from cache_seqlens to kv_layout.
     """
-    if not _carries_backward[0] or out is not None or masks != (None,) * 5:
+    *tables, kv_layout = pages
+    paged = tables[1] is not None
+    if not _carries_backward[0] or out is not None or masks != (None,) * 5 or paged:
         _refuse_traced_gradients("prefill", q, k, v, *tensors)
     elif torch.is_grad_enabled():
         refuse_slopes(tensors[0])
     numbers = (causal, softmax_scale, layout, *window, softcap)
     options = (*numbers, *tensors, *packing, deterministic, check)
+    if paged:
+        options = (kv_layout, *options)
+        return _called("prefill_chunked", (q, k, v, *tables), options, out, return_lse)
     if masks == (None,) * 5:
         return _called("prefill", (q, k, v), options, out, return_lse)
     options = (*flat_masks(causal, *masks), *options)
@@ -226,6 +235,13 @@ def _kernels(
         blocks = None if lists[0] is None else BlockLists(*lists, BLOCK_SIZE=(rows, columns))
         return prefill(q, k, v, block_mask=blocks, out=out, return_lse=True, **given)
 
+    def run_chunked(
+        q: Any, k: Any, v: Any, lengths: Any, table: Any, *options: Any, out: Any = None
+    ) -> Any:
+        given = _with_window(dict(zip(CHUNKS_LEFT_OUT, options)))
+        given |= {"cache_seqlens": lengths, "block_table": table}
+        return prefill(q, k, v, out=out, return_lse=True, **given)
+
     def run_decode(
         q: Any,
         k_cache: Any,
@@ -263,6 +279,10 @@ def _kernels(
         "prefill_masked_out": lambda q, k, v, out, *options: run_masked(q, k, v, *options, out=out)[
             1
         ],
+        "prefill_chunked": run_chunked,
+        "prefill_chunked_out": lambda q, k, v, lengths, table, out, *options: run_chunked(
+            q, k, v, lengths, table, *options, out=out
+        )[1],
         "prefill_gradients": run_gradients,
         "decode": run_decode,
         "decode_out": lambda q, k, v, lengths, out, *options: run_decode(

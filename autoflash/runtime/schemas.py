@@ -22,6 +22,7 @@ MASK_OPTIONS = (  # of operators of their own: each takes time where it is left 
     " Tensor? full_kv_indices=None, SymInt mask_block_q=0, SymInt mask_block_k=0,"
     " Tensor? document_ids=None, Tensor? prefix_lens=None, str? mask=None, SymInt? density=None"
 )
+CHUNK_OPTIONS = f"str kv_layout='nhd', {PREFILL_OPTIONS}"  # of operators of their own likewise
 DECODE_OPTIONS = (
     "Tensor? block_table=None, SymInt? max_seqlen_k=None, str kv_layout='nhd',"
     " float? softmax_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, float? k_number=None,"
@@ -34,6 +35,7 @@ APPEND_OPTIONS = (
     " float? v_number=None, str kv_layout='nhd'"
 )
 PREFILL_READ = "Tensor q, Tensor k, Tensor v"
+CHUNK_READ = f"{PREFILL_READ}, Tensor cache_seqlens, Tensor block_table"
 DECODE_READ = "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor cache_seqlens"
 OPERATOR_SCHEMAS = {
     "prefill": f"({PREFILL_READ}, {PREFILL_OPTIONS}) -> (Tensor out, Tensor lse)",
@@ -44,6 +46,8 @@ OPERATOR_SCHEMAS = {
     "prefill_masked_out": (
         f"({PREFILL_READ}, Tensor(a!) out, {MASK_OPTIONS}, {PREFILL_OPTIONS}) -> Tensor lse"
     ),
+    "prefill_chunked": f"({CHUNK_READ}, {CHUNK_OPTIONS}) -> (Tensor out, Tensor lse)",
+    "prefill_chunked_out": f"({CHUNK_READ}, Tensor(a!) out, {CHUNK_OPTIONS}) -> Tensor lse",
     "prefill_gradients": (
         f"({PREFILL_READ}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, bool of_bias,"
         f" bool of_sinks, {PREFILL_OPTIONS})"
@@ -70,5 +74,6 @@ def values_left_out(options: str) -> dict[str, Any]:
 
 PREFILL_LEFT_OUT = values_left_out(PREFILL_OPTIONS)
 MASKS_LEFT_OUT = values_left_out(f"{MASK_OPTIONS}, {PREFILL_OPTIONS}")
+CHUNKS_LEFT_OUT = values_left_out(CHUNK_OPTIONS)
 DECODE_LEFT_OUT = values_left_out(DECODE_OPTIONS)
 APPEND_LEFT_OUT = values_left_out(APPEND_OPTIONS)

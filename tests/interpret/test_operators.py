@@ -1,6 +1,7 @@
 """The exported functions under torch.compile: whole graphs, the same bits, torch's own checks."""
 
 import importlib.util
+import re
 import sys
 from inspect import signature
 
@@ -53,6 +54,13 @@ def prefill_call(seed=1):
 def decode_call(seed=1):
     tensors = tensors_of(PAGED, seed)
     return [tensors[name] for name in ("q", "k", "v", "cache_seqlens", "block_table")]
+
+
+def chunk_call():
+    """Caches of a prefill over pages; how many keys there are, and where."""
+    tensors = tensors_of(PAGED)
+    pages = (tensors["cache_seqlens"][:1], tensors["block_table"][:1])
+    return [tensors["k"], tensors["v"]], pages
 
 
 def graphs_of(function, *arguments):
@@ -125,6 +133,22 @@ def test_packed_sequences_and_merged_parts_are_one_graph(module):
     compiled, (names,) = graphs_of(layer, *call)
     assert [name.split(".")[1] for name in names] == ["prefill", "prefill", "merge"]
     for ours, eager in zip(compiled, layer(*call), strict=True):
+        assert torch.equal(ours, eager)
+
+
+def test_chunks_over_pages_are_one_graph(module):
+    (q, _, _), (caches, pages) = prefill_call(), chunk_call()
+    out = torch.empty_like(q)
+
+    def layer(q, k, v, lengths, table, out):
+        given = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+        module.prefill(q, k, v, **given, out=out)
+        return out * 2, *module.prefill(q, k, v, **given, window=(9, 0), return_lse=True)
+
+    call = (q, *caches, *pages)
+    compiled, (names,) = graphs_of(layer, *call, out)
+    assert [name.split(".")[1] for name in names] == ["prefill_chunked_out", "prefill_chunked"]
+    for ours, eager in zip(compiled, layer(*call, torch.empty_like(q)), strict=True):
         assert torch.equal(ours, eager)
 
 
@@ -203,6 +227,12 @@ def every_operator(module):
     blocks = {"kv_num_blocks": counts, "kv_indices": columns, "mask_block_q": 16}
     full = {"full_kv_num_blocks": counts, "full_kv_indices": columns, "mask_block_k": 16}
     yield operators.prefill_masked.default, read, {**blocks, **full, "check": True}
+    caches, pages = chunk_call()
+    yield operators.prefill_chunked.default, (q, *caches, *pages), sloped
+    both = [each.expand(2, *each.shape[1:]) for each in pages]
+    chunks = {"cu_seqlens_q": starts_q, "max_seqlen_q": 13, "layout": "thd", "kv_layout": "nhd"}
+    operator = operators.prefill_chunked_out.default
+    yield operator, (q[0], *caches, *both, torch.empty_like(q[0])), chunks
     parts = (q[0], torch.rand(4, 20), q[0] * 2, torch.rand(4, 20))
     yield operators.merge.default, parts, {"layout": "thd"}
     *read, table = decode_call()
@@ -224,7 +254,7 @@ def every_operator(module):
     yield operators.append_kv.default, (*new, k8, v8, slots), {**scales, "kv_layout": "nhd"}
 
 
-@pytest.mark.parametrize("number", range(15))
+@pytest.mark.parametrize("number", range(17))
 def test_torchs_own_check_of_operators_passes(module, number):
     operator, arguments, options = list(every_operator(module))[number]
     checks = torch.library.opcheck(operator, tuple(arguments), options)
@@ -242,7 +272,7 @@ def test_what_an_operator_is_not_given_is_what_its_function_takes_it_for(module)
         assert optional == sorted(optional), f"{schema}: an option before what is required"
         if name == "prefill_gradients":
             continue
-        function = signature(getattr(module, name.removesuffix("_out").removesuffix("_masked")))
+        function = signature(getattr(module, re.sub("_(out|masked|chunked)", "", name)))
         for option, each in given.items():
             if option in elsewhere:
                 assert each.default_value == windows.get(option, 0 if "block_" in option else None)
