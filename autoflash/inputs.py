@@ -271,7 +271,8 @@ def make_inputs(
         return normal(*(shape[axis] for axis in order))
 
     order = (0, 1, 2, 3) if p.layout == "bshd" else (0, 2, 1, 3)
-    tokens_q, tokens_k, starts = p.seqlen_q, p.seqlen_k, {}
+    tokens_q, tokens_k = p.seqlen_q, p.seqlen_k
+    starts: dict[str, Any] = {}
     if p.varlen:
         each = packed_lengths(p, lengths, seed)
         tokens_q, tokens_k = map(sum, each)
