@@ -85,7 +85,8 @@ class Canaries:
 def tensors_of(inputs: Inputs) -> dict[str, torch.Tensor]:
     """The tensors of a call by name, those that there are."""
     names = ("q", "k", "v", "cache_seqlens", "block_table", "k_scale", "v_scale")
-    names += ("page_positions", "alibi_slopes", "bias", "sinks", "cu_seqlens_q", "cu_seqlens_k")
+    names += ("page_positions", "alibi_slopes", "bias", "sinks", "rng")
+    names += ("cu_seqlens_q", "cu_seqlens_k")
     names += ("out", "lse", "dout", "dlse", "document_ids", "prefix_lens")
     found = {name: getattr(inputs, name) for name in names}
     if inputs.block_mask is not None:

@@ -245,14 +245,19 @@ def _names(
 ) -> dict[tuple[str, ...], Variant]:
     """Every variant of the families and of what is not tuned, by name and switches that are on.
 
-    Masks with modifiers, and custom ones, are those of the rows. Of these the portable family has
-    each too: its default serves where no row's config can.
+    Masks with modifiers, custom ones, and dropout with most modifiers are those of the rows. Of
+    these the portable family has each too: its default serves where no row's config can.
     """
-    masked = [("prefill", row.problem) for row in rows if row.problem.masks]
+    beyond = [
+        (name, row.problem)
+        for row in rows
+        if row.problem.masks or row.problem.dropout
+        for name in (row.config.family, FAMILIES[row.config.family].op)
+    ]
     every = [(name, problem) for name in sorted(families) for problem in samples(FAMILIES[name])]
     tuned = {
         (name, *problem.switches): FAMILIES[name].variant(problem)
-        for name, problem in [*every, *masked]
+        for name, problem in [*every, *beyond]
     }
     return tuned | {(each.family, *each.switches): each for each in untuned_variants().values()}
 

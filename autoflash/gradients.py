@@ -4,7 +4,8 @@ With P = exp(s - lse) and dP = dout v^T, dS = P (dP - delta + dlse) where delta 
 then dv = P^T dout, dq = scale dS k and dk = scale dS^T q, summed over the heads of a group
 (FlashAttention-2, algorithm 2). With a softcap dq and dk take dS times its slope. The gradient of a
 bias is dS, summed over what shares it; that of a sink, whose v is 0, the sum over the rows of
-exp(sink - lse) (dlse - delta).
+exp(sink - lse) (dlse - delta). With dropout P and dP are multiplied by its weights Z, where out and
+dv are made of P and dS of dP: dS = P (Z dP - delta + dlse), dv = (Z P)^T dout.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from autoflash.dropout import dropout_weights
 from autoflash.forward import lse_of_sequence, of_sequence
 from autoflash.inputs import TORCH_DTYPES, Inputs, packed_lengths
 from autoflash.mask import visible
@@ -267,7 +269,7 @@ def _picked(
 
 
 class _Terms(NamedTuple):
-    """What is multiplied and summed to gradients: p and ds are (group, queries, keys).
+    """What is multiplied and summed to gradients: p, dropped, and ds are (group, queries, keys).
 
     `of_scores` is the gradient of the final scores, `ds` that of the scaled products.
     """
@@ -300,16 +302,25 @@ def _terms(
     scaled = product(q, k.T) * scale
     scores = changed_scores(modifiers, group.b, group.heads, queries, *sizes, scaled, keys)
     p = (scores - lse).exp().masked_fill(~seen, 0.0)
-    inner = product(dout, v.T) - (dout * out).sum(dim=2, keepdim=True) + dlse
+    columns = torch.arange(sizes[1], device=q.device)[keys]
+    weights = dropout_weights(
+        modifiers, group.b, group.heads, problem.num_heads, rows, columns, p.dtype
+    )
+    inner = product(dout, v.T) * weights - (dout * out).sum(dim=2, keepdim=True) + dlse
     of_scores = (p * inner).masked_fill(~seen, 0.0)
     slope = softcap_slope(modifiers, scaled)
     ds = of_scores * slope
-    size = torch.matmul(dout**2, v.T**2) + (dout * out).pow(2).sum(dim=2, keepdim=True) + dlse**2
+    size = (
+        torch.matmul(dout**2, v.T**2) * weights**2
+        + (dout * out).pow(2).sum(dim=2, keepdim=True)
+        + dlse**2
+    )
     size = (p**2 * size).masked_fill(~seen, 0.0)
-    squares = _Terms(p**2, size, size * slope**2, q**2, k**2, dout**2, scale**2)
+    kept = p * weights
+    squares = _Terms(kept**2, size, size * slope**2, q**2, k**2, dout**2, scale**2)
     if p_dtype is not None:
-        p, ds = (each.to(p_dtype).to(q.dtype) for each in (p, ds))
-    return _Terms(p, of_scores, ds, q, k, dout, scale), squares
+        kept, ds = (each.to(p_dtype).to(q.dtype) for each in (kept, ds))
+    return _Terms(kept, of_scores, ds, q, k, dout, scale), squares
 
 
 def _summed(terms: _Terms, p_dtype: torch.dtype | None) -> Gradients:

@@ -1,12 +1,13 @@
 """Seeded inputs of a problem: random values, tables of pages, ragged lengths, poisoned slots."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autoflash.forward import forward, of_sequence
+from autoflash.modifier_values import modifiers_for
 from autoflash.pages import POISON_PAGE, dead_slots, page_ids, page_places
 from autoflash.problem import Problem
 from autoflash.quantised import QUANTISED_DTYPES, dequantised, quantised, spoil
@@ -17,7 +18,6 @@ from autoflash.structures import masks_of
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_TORCH_DTYPES = {**TORCH_DTYPES, **QUANTISED_DTYPES}
-SOFTCAP = 2.0  # low enough that random scores feel it
 Lengths = Sequence[int | tuple[int, int]]  # tokens of sequences, or (queries, keys) of packed ones
 CHOSEN_OF = 4  # times as long as what is read of it is a sequence whose pages are chosen
 
@@ -31,7 +31,8 @@ class Inputs:
     `block_table` (batch, max_pages) int32 when paged; a prefill over keys in pages has these too.
     The scales of quantised caches are fp32, of (batch, num_kv_heads), or per token of a cache's
     shape without head_dim. `softcap` 0.0 is off; `alibi_slopes` are fp32 (batch, num_heads), `bias`
-    broadcasts to (batch, num_heads, seqlen_q, seqlen_k), `sinks` are (num_heads,). Of chosen pages
+    broadcasts to (batch, num_heads, seqlen_q, seqlen_k), `sinks` are (num_heads,), `rng` is int64
+    (2,), a seed and an offset. Of chosen pages
     `page_positions` (batch, max_pages) int32 tells which of its sequence's pages each entry of the
     table is, -1 none.
     Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
@@ -64,6 +65,8 @@ class Inputs:
     block_mask: BlockLists | None = None
     document_ids: torch.Tensor | None = None
     prefix_lens: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    rng: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.problem.latent:  # wherever k comes from
@@ -87,6 +90,8 @@ class Inputs:
             prefix_lens=self.prefix_lens,
             mask=p.mask or None,
             density=p.density or None,
+            dropout_p=self.dropout_p,
+            rng=self.rng,
         )
         if p.paged:
             given = given._replace(
@@ -285,8 +290,8 @@ def make_inputs(
     if p.op != "decode" and not p.paged:
         k = tensor(tokens_k, p.num_kv_heads, p.head_dim)
         v = tensor(tokens_k, p.num_kv_heads, p.head_dim_v)
-        on = {**_modifiers(p, normal, device), **masks_of(p, device, seed, poison), **starts}
-        return completed(Inputs(p, q, k, v, **on))
+        on = {**modifiers_for(p, normal, device, seed), **masks_of(p, device, seed, poison)}
+        return completed(Inputs(p, q, k, v, **on, **starts))
     starts.pop("cu_seqlens_k", None)  # a table tells where keys are
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))
     block_table, places = None, None
@@ -326,25 +331,6 @@ def make_inputs(
             used = -(-cache_seqlens // p.page_size)[:, None]
             block_table = block_table.masked_fill((places >= used) | (places < 0), POISON_PAGE)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
-    on = {"page_positions": places if p.pages == CHOSEN else None, **_modifiers(p, normal, device)}
+    positions = places if p.pages == CHOSEN else None
+    on = {"page_positions": positions, **modifiers_for(p, normal, device, seed)}
     return Inputs(p, q, k, v, cache_seqlens, block_table, **scales, **on, **starts)
-
-
-def _modifiers(
-    problem: Problem, normal: Callable[..., torch.Tensor], device: str | torch.device
-) -> dict[str, Any]:
-    """The modifiers of a call. Slopes are those of ALiBi, steeper from sequence to sequence.
-
-    A bias is the same for all sequences, as one of relative positions is.
-    """
-    p = problem
-    made: dict[str, Any] = {"softcap": SOFTCAP if p.softcap else 0.0}
-    if p.alibi:
-        heads = torch.arange(1, p.num_heads + 1, device=device, dtype=torch.float32)
-        steeper = 1 + torch.arange(p.batch, device=device) / p.batch
-        made["alibi_slopes"] = steeper[:, None] * 2 ** (-8 * heads / p.num_heads)
-    if p.bias:
-        made["bias"] = normal(1, p.num_heads, p.seqlen_q, p.seqlen_k)
-    if p.sinks:
-        made["sinks"] = normal(p.num_heads).float()
-    return made

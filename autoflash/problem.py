@@ -24,6 +24,7 @@ class Variant:
     alibi: bool = False
     bias: bool = False
     sinks: bool = False
+    dropout: bool = False
     blocks: bool = False  # of keys, listed for each block of queries
     documents: bool = False
     prefix: bool = False
@@ -119,6 +120,16 @@ class Variant:
     def has_whole_tiles(self) -> bool:
         """Whether all rows may see a whole tile of keys, as far as the kernel knows."""
         return self.blocks or not self.mask
+
+    @property
+    def masks_whole_tiles(self) -> str:
+        """Whether keys are hidden in tiles that rows see whole, as in a last, ragged block."""
+        return "RAGGED" if self.blocks else "False"
+
+    @property
+    def first_in_part(self) -> str:
+        """The first key of the tiles that rows may see in part."""
+        return "0" if self.mask else "full"
 
     @property
     def width_of_values(self) -> str:

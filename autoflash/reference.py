@@ -5,6 +5,7 @@ from itertools import groupby
 
 import torch
 
+from autoflash.dropout import dropout_weights
 from autoflash.inputs import TORCH_DTYPES, Inputs
 from autoflash.runtime.modifiers import modifiers_of
 from autoflash.scores import changed_scores
@@ -140,6 +141,8 @@ def _rows(
     total = p.sum(dim=2, keepdim=True)
     if p_dtype is not None:
         p = p.to(p_dtype).to(v.dtype)
+    columns = torch.arange(p.shape[2], device=q.device)
+    p = p * dropout_weights(modifiers, b, heads, problem.num_heads, rows, columns, p.dtype)
     return product(p, v) / total.masked_fill(total == 0, 1.0), lse
 
 

@@ -127,6 +127,7 @@ class PrefillEntry(Model):
     alibi: OneOrMany[bool] = Field(default=[False])
     bias: OneOrMany[bool] = Field(default=[False])
     sinks: OneOrMany[bool] = Field(default=[False])
+    dropout: OneOrMany[bool] = Field(default=[False])
     head_dim_v: OneOrMany[Positive] = Field(default_factory=list)
     mask: OneOrMany[Text] = Field(default_factory=list)
     masked_by: OneOrMany[Literal["blocks", "documents", "prefix"]] = Field(default_factory=list)

@@ -223,12 +223,13 @@ CREATE TABLE problems (
   density INTEGER NOT NULL,
   mask_block_q INTEGER NOT NULL,
   mask_block_k INTEGER NOT NULL,
+  dropout INTEGER NOT NULL CHECK (dropout IN (0, 1)),
   UNIQUE (
     op, dtype, head_dim, num_heads, num_kv_heads, batch, seqlen_q, seqlen_k, causal, page_size,
     layout, kv_layout, lengths, kv_dtype, out_dtype, acc_dtype, head_dim_v, deterministic,
     batch_invariant, pages, kv_scales, window_left,
     window_right, softcap, alibi, bias, sinks, mask, masked_by,
-    density, mask_block_q, mask_block_k
+    density, mask_block_q, mask_block_k, dropout
   )
 ) STRICT;
 
@@ -259,7 +260,7 @@ SELECT
   problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
   problems.sinks,
   problems.mask, problems.masked_by, problems.density, problems.mask_block_q,
-  problems.mask_block_k,
+  problems.mask_block_k, problems.dropout,
   winner.family, winner.knobs_json, kernels.digest AS kernel_digest,
   ranked.winner_us, fallback.family AS default_family, fallback.knobs_json AS default_knobs_json,
   ranked.default_us, ranked.margin, ranked.margin_low, ranked.margin_high, ranked.regret,
@@ -305,7 +306,7 @@ SELECT
   problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
   problems.sinks,
   problems.mask, problems.masked_by, problems.density, problems.mask_block_q,
-  problems.mask_block_k
+  problems.mask_block_k, problems.dropout
 FROM best
 JOIN gpus ON gpus.id = best.gpu_id
 JOIN toolchains ON toolchains.id = best.toolchain_id
@@ -338,7 +339,7 @@ SELECT
   problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
   problems.sinks,
   problems.mask, problems.masked_by, problems.density, problems.mask_block_q,
-  problems.mask_block_k
+  problems.mask_block_k, problems.dropout
 FROM timed
 JOIN problems ON problems.id = timed.problem_id
 JOIN configs ON configs.id = timed.config_id

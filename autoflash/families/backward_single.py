@@ -15,6 +15,7 @@ PARTS = (
     "triton_header.py.jinja",
     "backward/tiles.py.jinja",
     "shared/softcap.py.jinja",
+    "shared/dropout.py.jinja",
     "prefill/modifiers.py.jinja",
     "prefill/packed.py.jinja",
     "backward/scores.py.jinja",

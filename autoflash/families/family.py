@@ -92,9 +92,10 @@ def samples(family: Family) -> list[Problem]:
     """A small problem for each setting of the switches that the family serves.
 
     Masks beyond windows stand alone and with causal: with the others they would be texts by the
-    hundred, of which each is made where one is tuned. So does a head_dim of v's own.
+    hundred, of which each is made where one is tuned. So does a head_dim of v's own. Dropout stands
+    with windows, packing and a bias too.
     """
-    names = ("paged", "queries", "varlen", "causal", "window", *MODIFIERS)
+    names = ("paged", "queries", "varlen", "causal", "window", *MODIFIERS[:-1])
     every = []
     for on in product((False, True), repeat=len(names)):
         switches = dict(zip(names, on, strict=True))
@@ -104,6 +105,11 @@ def samples(family: Family) -> list[Problem]:
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
         every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []
     every += [replace(each, pages=CHOSEN) for each in every if each.op == "decode" and each.paged]
+    if family.op != "decode":
+        masks = ({}, {"causal": True}, {"window": True})
+        for mask, beside in product(masks, ({}, {"varlen": True}, {"bias": True})):
+            dropped: dict[str, Any] = {"dropout": True, **mask, **beside}
+            every.append(sample(family.op, **dropped))
     if family.op == "prefill":
         every += [sample("prefill", causal=True, masked_by=name) for name in MASKED_BY]
         every += [sample("prefill", causal=causal, head_dim_v=32) for causal in (False, True)]

@@ -17,6 +17,7 @@ PARTS = (
     "triton_header.py.jinja",
     "prefill/tiles.py.jinja",
     "shared/softcap.py.jinja",
+    "shared/dropout.py.jinja",
     "prefill/modifiers.py.jinja",
     "prefill/masks.py.jinja",
     "prefill/softmax.py.jinja",

@@ -64,6 +64,7 @@ def _beside_the_plain(one: Inputs) -> dict[str, Any]:
     if one.page_positions is not None:
         given["page_positions"] = one.page_positions
     names = {"softcap": p.softcap, "alibi_slopes": p.alibi, "bias": p.bias, "sinks": p.sinks}
+    names |= {"dropout_p": p.dropout, "rng": p.dropout}
     given |= {name: getattr(one, name) for name, on in names.items() if on}
     masks = one.modifiers._asdict() if p.masks else {}
     names = ("block_mask", "document_ids", "prefix_lens", "mask", "density")

@@ -8,7 +8,7 @@ from typing import Any
 from .problem import Problem
 from .validity import prefill_fma_products, prefill_warpgroup_products
 
-BACKWARD_MODIFIERS = ("softcap", "alibi", "bias", "sinks")
+BACKWARD_MODIFIERS = ("softcap", "alibi", "bias", "sinks", "dropout")
 
 
 def backward_unsupported(problem: Problem, gpu: Any) -> str | None:
@@ -99,12 +99,15 @@ def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int
     Warpgroup products read all of them in shared memory, in every stage; others hold one buffer
     less than stages and pass ds through it. AMD keeps the first two in registers once loaded. The
     kernel of a bias's gradient takes no more: its four tiles have the same sizes and one stage.
+    What dropout keeps changes hands between threads, a byte an element.
     """
     row = problem.dtype_bytes << (problem.head_dim - 1).bit_length()
     own_tiles, step_tiles = 2 * own * row, 2 * step * row
     ds_tile = own * step * problem.dtype_bytes
     if problem.bias:  # whose tile is laid out anew too
         ds_tile *= 2
+    if problem.dropout:
+        ds_tile += own * step
     if gpu.vendor == "amd":
         coming = step_tiles * (stages - 1) if stages > 1 else step_tiles // 2
         return max(own_tiles // 2, coming) + ds_tile
@@ -176,7 +179,9 @@ def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     if gpu.vendor == "amd":
         by_preference = [tuple(map(_backward_amd_warps, each)) for each in by_preference]
         if _backward_is_crowded(problem):
-            by_preference = [(_backward_one_stage(kv), q) for kv, q in by_preference]
+            by_preference = [(_backward_staged(kv, 1), q) for kv, q in by_preference]
+    elif problem.dropout and load == "descriptor":
+        by_preference = [(_backward_staged(kv, 2), q) for kv, q in by_preference]
     choices: list[dict[str, int | str]] = [
         {**_backward_knobs("KV", kv), **_backward_knobs("Q", q), "LOAD": load}
         for kv, q in by_preference
@@ -202,7 +207,9 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         # a second stage spills hundreds of bytes
         by_preference = [(block_m, block_n, 4, 1) for block_m, block_n, _, _ in by_preference]
     elif load == "pointer" and _backward_is_crowded(problem):
-        by_preference = [_backward_one_stage(each) for each in by_preference]
+        by_preference = [_backward_staged(each, 1) for each in by_preference]
+    elif problem.dropout and load == "descriptor":
+        by_preference = [_backward_staged(each, 2) for each in by_preference]
     choices = [{**_backward_knobs("KV", values), "LOAD": load} for values in by_preference]
     valid = (knobs for knobs in choices if backward_single_refusal(problem, knobs, gpu) is None)
     return next(valid, choices[-1])
@@ -210,12 +217,17 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
 
 def _backward_is_crowded(problem: Problem) -> bool:
     """Whether what changes scores, or the masks of packed sequences, takes registers too."""
-    return problem.softcap or problem.alibi or problem.bias or problem.varlen
+    p = problem
+    return p.softcap or p.alibi or p.bias or p.dropout or p.varlen
 
 
-def _backward_one_stage(values: tuple[int, ...]) -> tuple[int, ...]:
-    """The same tiles with one stage, whose second was seen to spill hundreds of bytes."""
-    return (*values[:3], 1)
+def _backward_staged(values: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """The same tiles with other stages.
+
+    Where registers are crowded a second one was seen to spill hundreds of bytes; where dropout
+    takes them, a first one that stands alone.
+    """
+    return (*values[:3], stages)
 
 
 def _backward_knobs(part: str, values: tuple[int, ...]) -> dict[str, int | str]:

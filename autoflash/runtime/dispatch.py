@@ -18,6 +18,7 @@ from .arguments import (
     scale_or_default,
 )
 from .cache_layout import identified_layout
+from .dropping import drawn_rng
 from .installed import device_for, installed, tally_for
 from .launch import interpreted
 from .masked import prefill_masked, with_masks
@@ -39,11 +40,9 @@ from .served import (
 from .training import asks_gradients, prefill_with_gradients
 from .varlen import prefill_packed
 
-PREFILL_OTHERS = (  # not served yet, the first two without a block_table
-    *("cache_seqlens", "kv_layout", "q_scale", "k_scale", "v_scale"),
-    *("dropout_p", "rng"),
-)
-RECALLED_PREFILL = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks")
+# not served yet, the first two without a block_table
+PREFILL_OTHERS = ("cache_seqlens", "kv_layout", "q_scale", "k_scale", "v_scale")
+RECALLED_PREFILL = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks", "rng")
 RECALLED_DECODE = (
     *("cache_seqlens", "block_table", "out", "lse"),
     *("alibi_slopes", "sinks", "page_positions"),
@@ -116,8 +115,14 @@ def prefill(
     k, v, `bias` and `sinks`. With `deterministic` the same call has the same gradients to the bit;
     of `out` and `lse` that is so in any case. `batch_invariant` gives a sequence the bits that it
     has alone, in whatever batch.
+    With a `dropout_p`, taken to the nearest 65536th, that share of the softmax's numbers becomes 0
+    and the rest is divided by 1 - dropout_p; `lse` is as without. `rng`, int64 (2,) on the device,
+    is a seed and an offset: the same two drop the same numbers, whatever serves the call. Without
+    it they are drawn from torch's generator of the device.
     Raises ProblemError naming an argument that does not fit or is not served yet.
     """
+    if dropout_p and rng is None:
+        rng = drawn_rng(q)
     values = (
         *(q, k, v, causal, window, softmax_scale, softcap, alibi_slopes, bias, sinks),
         *(block_mask, document_ids, prefix_lens, mask, density),
@@ -133,7 +138,7 @@ def prefill(
     others = (
         None if paged else cache_seqlens,
         kv_layout if kv_layout != "nhd" and not paged else None,  # of the order of a cache's axes
-        *(q_scale, k_scale, v_scale, dropout_p or None, rng),
+        *(q_scale, k_scale, v_scale),
     )
     refuse_arguments("prefill", PREFILL_OTHERS, others)
     packed = paged or cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
@@ -146,27 +151,30 @@ def prefill(
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
         read = (q, k, v, causal, window, *numbers, tensors, layout, packing, masks)
         pages = (cache_seqlens, block_table, kv_layout)
-        return prefill_traced(*read, pages, check, deterministic, out, return_lse)
+        dropout = (dropout_p, rng if dropout_p else None)
+        return prefill_traced(*read, pages, dropout, check, deterministic, out, return_lse)
+    modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
+    if dropout_p:
+        # what is dropped of a sequence depends on its place in the batch
+        refuse_arguments("prefill: with dropout", ("batch_invariant",), (batch_invariant or None,))
+        modifiers = modifiers._replace(dropout_p=dropout_p, rng=rng)
     options = (causal, layout, softmax_scale, out, return_lse, check)
     if masks != (None,) * 5:
         refuse_arguments("prefill: with masks", ("batch_invariant",), (batch_invariant or None,))
-        modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
         return prefill_masked(q, k, v, with_masks(modifiers, *masks), *options)
     packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
     if packed and not asks_gradients(q, k, v, alibi_slopes, bias, sinks):
-        modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
         if paged:
             kv_layout = identified_layout("prefill", kv_layout, k, True)
             pages = {"cache_seqlens": cache_seqlens, "block_table": block_table}
             modifiers = modifiers._replace(**pages, kv_layout=kv_layout)
         options += (batch_invariant, (prefill, values))
         return prefill_packed(q, k, v, modifiers, *options)
-    given = (q, k, v, out, alibi_slopes, bias, sinks)
+    given = (q, k, v, out, alibi_slopes, bias, sinks, modifiers.rng)
     key = (
         *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window, batch_invariant),
-        *(out is None, alibi_slopes is None, bias is None, sinks is None),
+        *(out is None, alibi_slopes is None, bias is None, sinks is None, dropout_p),
     )
-    modifiers = Modifiers(window, softcap, alibi_slopes, bias, sinks, *packing)
     if asks_gradients(q, k, v, alibi_slopes, bias, sinks):
         refuse_arguments("prefill: with gradients", ("out", "block_table"), (out, block_table))
         call = {**modifiers.of_prefill, "causal": causal, "softmax_scale": softmax_scale}

@@ -37,7 +37,13 @@ def prefill_masked(
 ) -> Any:
     """prefill() of masks beyond causal and windows. Raises ProblemError as it does."""
     lists = given.block_mask
-    told = (given.mask, given.density, lists and lists.BLOCK_SIZE, lists and bool(lists.rule))
+    told = (
+        given.mask,
+        given.density,
+        given.dropout_p,
+        lists and lists.BLOCK_SIZE,
+        lists and bool(lists.rule),
+    )
     key = ("masked", causal, layout, return_lse, softmax_scale, given.softcap, *given.window, *told)
     tensors = (q, k, v, out, *given.tensors)
     form = (key, *(each is None for each in given), *map(form_of, tensors))

@@ -46,6 +46,7 @@ MATCH_RULES = {
     "density": "near",
     "mask_block_q": "exact",
     "mask_block_k": "exact",
+    "dropout": "exact",  # whether there is any
     # tensors: their shapes and dtypes fill the fields above
     "q": "derived",
     "k": "derived",
@@ -56,6 +57,8 @@ MATCH_RULES = {
     "page_positions": "derived",
     "window": "derived",
     "alibi_slopes": "derived",
+    "dropout_p": "derived",  # whether it is 0
+    "rng": "never",
     "k_scale": "derived",
     "v_scale": "derived",
     "cu_seqlens_q": "derived",
@@ -72,8 +75,6 @@ MATCH_RULES = {
     "check": "never",
     # not served yet
     "q_scale": "refused",
-    "dropout_p": "refused",
-    "rng": "refused",
 }
 
 MATCH_EXACT_FIELDS = tuple(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .dropping import check_dropout, whole_probability
 from .masks import BlockLists, Masks, expanded_lists
 from .problem import CHOSEN, NONE, Problem, ProblemError
 
@@ -35,6 +36,8 @@ class Modifiers(NamedTuple):
     cache_seqlens: torch.Tensor | None = None  # of prefill over keys in pages, as the next two
     block_table: torch.Tensor | None = None
     kv_layout: str = "nhd"
+    dropout_p: float = 0.0
+    rng: torch.Tensor | None = None
 
     @property
     def masks(self) -> Masks:
@@ -48,7 +51,8 @@ class Modifiers(NamedTuple):
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Those that a launch names, of which blocks have several."""
-        plain = (self.alibi_slopes, self.bias, self.sinks, self.cu_seqlens_q, self.cu_seqlens_k)
+        plain = (self.alibi_slopes, self.bias, self.sinks, self.rng)
+        plain += (self.cu_seqlens_q, self.cu_seqlens_k)
         if self.block_table is not None:
             return (*plain, self.cache_seqlens, self.block_table)
         if self.block_mask is None and self.document_ids is None and self.prefix_lens is None:
@@ -89,6 +93,7 @@ def modifier_fields(
         _expect_shape(function, "sinks", sinks, (num_heads,))
         if not sinks.is_contiguous():
             raise ProblemError(f"{function}: sinks must be contiguous")
+    check_dropout(function, given.dropout_p, given.rng, q)
     return {
         "window_left": left,
         "window_right": right,
@@ -96,11 +101,15 @@ def modifier_fields(
         "alibi": slopes is not None,
         "bias": given.bias is not None,
         "sinks": sinks is not None,
+        "dropout": given.dropout_p > 0.0,
     }
 
 
 def modifiers_of(problem: Problem, given: Modifiers) -> Modifiers:
-    """What plans take: the problem's window; slopes, bias, blocks with strides along every axis."""
+    """What plans take: the problem's window; slopes, bias, blocks with strides along every axis.
+
+    And of dropout the probability that kernels have.
+    """
     p, slopes, bias, blocks = problem, given.alibi_slopes, given.bias, given.block_mask
     if slopes is not None:
         slopes = slopes.expand(p.batch, p.num_heads)
@@ -108,7 +117,8 @@ def modifiers_of(problem: Problem, given: Modifiers) -> Modifiers:
         bias = bias.expand(p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
     if blocks is not None:
         blocks = expanded_lists(p, blocks)
-    return given._replace(window=p.window, alibi_slopes=slopes, bias=bias, block_mask=blocks)
+    whole = {"alibi_slopes": slopes, "bias": bias, "block_mask": blocks}
+    return given._replace(window=p.window, dropout_p=whole_probability(given.dropout_p), **whole)
 
 
 def prefill_plan(

@@ -97,6 +97,7 @@ def prefill_traced(
     packing: tuple[torch.Tensor | int | None, ...],
     masks: tuple[Any, ...],
     pages: tuple[torch.Tensor | None, torch.Tensor | None, str],
+    dropout: tuple[float, torch.Tensor | None],
     check: bool,
     deterministic: bool,
     out: torch.Tensor | None,
@@ -105,7 +106,8 @@ def prefill_traced(
     """prefill() of a graph that torch.compile makes.
 
     `tensors` are slopes, bias and sinks, `packing` both cu_seqlens and both maxima, `masks` what
-    prefill() takes from block_mask to density, `pages` from cache_seqlens to kv_layout.
+    prefill() takes from block_mask to density, `pages` from cache_seqlens to kv_layout, `dropout`
+    its dropout_p and rng.
     """
     *tables, kv_layout = pages
     paged = tables[1] is not None
@@ -114,7 +116,7 @@ def prefill_traced(
     elif torch.is_grad_enabled():
         refuse_slopes(tensors[0])
     numbers = (causal, softmax_scale, layout, *window, softcap)
-    options = (*numbers, *tensors, *packing, deterministic, check)
+    options = (*numbers, *tensors, *packing, deterministic, check, *dropout)
     if paged:
         options = (kv_layout, *options)
         return _called("prefill_chunked", (q, k, v, *tables), options, out, return_lse)

@@ -16,7 +16,7 @@ LENGTHS = ("equal", "ragged")
 CHOSEN = "chosen"
 PAGES = ("permuted", "contiguous", "shared", CHOSEN)
 KV_SCALES = ("tensor", "head", "token")
-MODIFIERS = ("softcap", "alibi", "bias", "sinks")
+MODIFIERS = ("softcap", "alibi", "bias", "sinks", "dropout")
 MASKED_BY = ("blocks", "documents", "prefix")
 UNTOLD_DENSITY = 10  # percent, where the caller gives none: reading it would wait for the device
 LATENT_WIDTHS = 576, 512  # of keys, and of values, which are the keys' first channels
@@ -46,8 +46,8 @@ class Problem:
 
     A query at position p sees the keys from p - `window_left` to p + `window_right`; -1 is
     unbounded. Causal ends a window at p, and a window that ends there is causal: it is stored so,
-    with `window_right` -1. `softcap`, `alibi`, `bias` and `sinks` say that there is such a thing;
-    its values are arguments.
+    with `window_right` -1. `softcap`, `alibi`, `bias`, `sinks` and `dropout` say that there is such
+    a thing; its values are arguments. `dropout` is of training: not of decode.
 
     `masked_by` says what else a prefill's mask is made of: "blocks", an index of blocks of
     `mask_block_q` queries and `mask_block_k` keys, those that are there, some of them whole;
@@ -100,6 +100,7 @@ class Problem:
     density: int = 0
     mask_block_q: int = 0
     mask_block_k: int = 0
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -160,7 +161,7 @@ class Problem:
 
     @property
     def modifiers(self) -> tuple[str, ...]:
-        """What changes scores or their sum, of what is on."""
+        """What changes scores, their sum or what is made of them, of what is on."""
         return tuple(name for name in MODIFIERS if getattr(self, name))
 
     @property
@@ -241,6 +242,8 @@ def problem_error(p: Problem) -> str | None:
             return f"{name} {getattr(p, name)} is neither a number of keys nor -1 for unbounded"
     if p.alibi and p.bias:
         return "alibi and bias exclude each other: the slopes can be added into the bias"
+    if p.dropout and (p.op == "decode" or p.paged):
+        return "dropout is of training: there is none in decode, nor over pages"
     if p.bias and p.varlen:
         return "bias has axes of queries and keys, which packed sequences have not"
     if p.bias and p.paged and p.op == "prefill":

@@ -75,7 +75,8 @@ def run_gradients(
     """What the operator of gradients runs; of what is not asked for there is nothing."""
     given = PREFILL_LEFT_OUT | dict(zip(PREFILL_LEFT_OUT, options))
     window = (given["window_left"], given["window_right"])
-    modifiers = Modifiers(window, **{name: given[name] for name in Modifiers._fields[1:9]})
+    names = (*Modifiers._fields[1:9], "dropout_p", "rng")
+    modifiers = Modifiers(window, **{name: given[name] for name in names})
     call = (given["causal"], given["layout"], modifiers, given["softmax_scale"])
     training = training_of(q, k, v, *call, given["deterministic"])
     dbias = given["bias"].new_empty(given["bias"].shape) if of_bias else None

@@ -84,7 +84,7 @@ def training_of(
         raise ProblemError(f"prefill: no gradient: {reason}; call under torch.no_grad()")
     scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
     numbers = modifiers._replace(
-        alibi_slopes=None, bias=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None
+        alibi_slopes=None, bias=None, sinks=None, rng=None, cu_seqlens_q=None, cu_seqlens_k=None
     )
     return Training(problem, scale, numbers)
 
@@ -101,13 +101,14 @@ class DifferentiablePrefill(torch.autograd.Function):
         alibi_slopes: torch.Tensor | None,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
+        rng: torch.Tensor | None,
         cu_seqlens_q: torch.Tensor | None,
         cu_seqlens_k: torch.Tensor | None,
         attention: Attention,
         training: Training,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = attention(q, k, v)
-        of_modifiers = (alibi_slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k)
+        of_modifiers = (alibi_slopes, bias, sinks, rng, cu_seqlens_q, cu_seqlens_k)
         ctx.save_for_backward(q, k, v, out, lse, *of_modifiers)
         ctx.training = training
         ctx.set_materialize_grads(False)
@@ -118,21 +119,22 @@ class DifferentiablePrefill(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         dout, dlse = grad_outputs
         if dout is None and dlse is None:
-            return (None,) * 10
-        q, k, v, out, lse, slopes, bias, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+            return (None,) * 11
+        q, k, v, out, lse, slopes, bias, sinks, rng, *ends = ctx.saved_tensors
         modifiers = ctx.training.numbers._replace(
             alibi_slopes=slopes,
             bias=bias,
             sinks=sinks,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
+            rng=rng,
+            cu_seqlens_q=ends[0],
+            cu_seqlens_k=ends[1],
         )
         # nothing is computed for a bias or sinks of which nobody asks a gradient
         dbias = bias.new_empty(bias.shape) if ctx.needs_input_grad[4] else None
         dsinks = sinks.new_empty(sinks.shape) if ctx.needs_input_grad[5] else None
         given = (q, k, v, out, lse, dout, dlse)
         gradients = prefill_gradients(ctx.training, modifiers, dbias, dsinks, *given)
-        return *gradients, None, dbias, dsinks, None, None, None, None
+        return *gradients, None, dbias, dsinks, None, None, None, None, None
 
 
 def prefill_gradients(

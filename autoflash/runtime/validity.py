@@ -69,12 +69,14 @@ def prefill_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> 
 
     Warpgroup products read q and every stage of k and v there. Others hold one buffer less than
     stages, and may pass p through it. AMD keeps q in registers once it is loaded. Tiles of a bias,
-    whose type is q's, and the ids of keys are fetched ahead as those of k are.
+    whose type is q's, and the ids of keys are fetched ahead as those of k are. What dropout keeps
+    changes hands between threads, a byte an element.
     """
     bias = max(2, knobs["num_stages"] - 1) * knobs["BLOCK_M"] * knobs["BLOCK_N"]
     bias_bytes = bias * problem.dtype_bytes if problem.bias else 0
     ids_bytes = 4 * knobs["num_stages"] * knobs["BLOCK_N"] * (problem.masked_by == "documents")
-    return bias_bytes + ids_bytes + _prefill_plain_smem_bytes(problem, knobs, gpu)
+    kept_bytes = knobs["BLOCK_M"] * knobs["BLOCK_N"] * problem.dropout
+    return bias_bytes + ids_bytes + kept_bytes + _prefill_plain_smem_bytes(problem, knobs, gpu)
 
 
 def _prefill_plain_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:

@@ -14,7 +14,7 @@ from .installed import installed
 from .launch import Launch, compile_plan, interpreted
 from .masks import BlockLists
 from .match import MATCH_EXACT_FIELDS
-from .modifiers import Modifiers, modifiers_of, prefill_plan
+from .modifiers import Modifiers, backward_plan, modifiers_of, prefill_plan
 from .problem import PAGES, Problem
 from .recall import recall_module
 from .scales import QUANTISED_ARGUMENTS, cache_form
@@ -108,11 +108,13 @@ def _warm_plan(p: Problem, device: Device, with_lse: bool) -> list[Launch]:
         k, v = _caches(p)
     out = _meta(*q.shape[:-1], p.head_dim_v, dtype=dtype)
     lse = _lse(p) if with_lse else None
+    modifiers = modifiers_of(p, _modifiers(p))
     tail = (scale, p.layout, device.num_sms, knobs, _warm_workspace)
     if p.op == "backward":
         gradients = (torch.empty_like(each) for each in (q, k, v))
-        return module.plan(q, k, v, out, lse, torch.empty_like(out), None, *gradients, *tail)
-    return prefill_plan(module, p, modifiers_of(p, _modifiers(p)), q, k, v, out, lse, *tail)
+        given = (q, k, v, out, lse, torch.empty_like(out), None, *gradients, *tail)
+        return backward_plan(module, p, modifiers, (None, None), *given)
+    return prefill_plan(module, p, modifiers, q, k, v, out, lse, *tail)
 
 
 def _append_plan(p: Problem) -> list[Launch]:
@@ -154,6 +156,8 @@ def _modifiers(p: Problem) -> Modifiers:
         "bias": _meta(*rows, dtype=dtype) if p.bias else None,
         "sinks": _meta(heads, dtype=torch.float32) if p.sinks else None,
     }
+    if p.dropout:
+        made |= {"dropout_p": 0.5, "rng": _meta(2, dtype=torch.int64)}
     if p.varlen:
         packed = ("cu_seqlens_q",) if p.paged else ("cu_seqlens_q", "cu_seqlens_k")
         made |= {name: _meta(p.batch + 1, dtype=torch.int32) for name in packed}

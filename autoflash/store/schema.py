@@ -24,9 +24,10 @@ SECOND_PROBLEM_COLUMNS = f"""{FIRST_PROBLEM_COLUMNS},
 THIRD_PROBLEM_COLUMNS = f"""{SECOND_PROBLEM_COLUMNS},
   problems.window_left, problems.window_right, problems.softcap, problems.alibi, problems.bias,
   problems.sinks"""
-PROBLEM_COLUMNS = f"""{THIRD_PROBLEM_COLUMNS},
+FOURTH_PROBLEM_COLUMNS = f"""{THIRD_PROBLEM_COLUMNS},
   problems.mask, problems.masked_by, problems.density, problems.mask_block_q,
   problems.mask_block_k"""
+PROBLEM_COLUMNS = f"""{FOURTH_PROBLEM_COLUMNS}, problems.dropout"""
 
 
 def _views(problem_columns: str) -> tuple[str, ...]:
@@ -304,6 +305,17 @@ def m008_masks(db: Database) -> None:
     """The problems of before had none."""
     names = "bias, sinks, mask, masked_by,\n    density, mask_block_q, mask_block_k"
     _remake_problems(db, MASKS, ("bias, sinks", names), ", '', 'none', 0, 0, 0")
+    for statement in (*_views(FOURTH_PROBLEM_COLUMNS), _anytime_view(FOURTH_PROBLEM_COLUMNS)):
+        db.execute(statement.strip())
+
+
+DROPOUT = "  dropout INTEGER NOT NULL CHECK (dropout IN (0, 1)),\n"
+
+
+@MIGRATIONS()
+def m009_dropout(db: Database) -> None:
+    """The problems of before had none."""
+    _remake_problems(db, DROPOUT, ("mask_block_k\n", "mask_block_k, dropout\n"), ", 0")
     for statement in (*_views(PROBLEM_COLUMNS), _anytime_view(PROBLEM_COLUMNS)):
         db.execute(statement.strip())
 

@@ -21,6 +21,16 @@ def prefill_with_sinks(module):
     return prefill(module, sinks=normal(2))
 
 
+def prefill_with_dropout(module):
+    """Of an rng that is given, and of one drawn for the call."""
+    q, k, v = normal(1, 64, 2, 64), normal(1, 64, 1, 64), normal(1, 64, 1, 64)
+    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q)}
+    module.prefill(**tensors, causal=True, dropout_p=0.25)
+    tensors["rng"] = torch.tensor([3, 5])
+    module.prefill(**tensors, causal=True, dropout_p=0.25)
+    return tensors
+
+
 def packed(module, **more):
     q, k, v = normal(70, 2, 64), normal(70, 1, 64), normal(70, 1, 64)
     starts = torch.tensor([0, 30, 70], dtype=torch.int32)

@@ -53,6 +53,24 @@ def test_a_single_pass_fits_its_bound_and_hardly_spills(arch, head_dim):
     assert workspace_bytes == 4 * 2 * 8 * 512 * (2 + head_dim)  # and dq in fp32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("family", [FAMILY, backward_single.FAMILY], ids=lambda each: each.name)
+def test_dropout_fits_the_bound_and_hardly_spills_at_any_width(family, causal):
+    gpu = TARGETS["sm_90"]
+    bound = backward_smem_bytes if family is FAMILY else backward_single_smem_bytes
+    for head_dim in (64, 128, 256):
+        sizes = (2, 8, 2, head_dim, 512, 512, causal)
+        p = Problem("backward", "bf16", *sizes, dropout=True)
+        config = family.default(p, gpu)
+        kernels, _ = _compiled(p, config, gpu, with_lse=False, wide_rows=False)
+        bounds = bound(p, config.as_dict(), gpu)
+        allowed = list(bounds.values()) if isinstance(bounds, dict) else [bounds]
+        for kernel, most in zip(kernels[1:], allowed, strict=False):
+            assert kernel.metadata.shared <= most <= gpu.smem_per_block
+            assert _resources(kernel, gpu)[1] <= family.max_spills
+
+
 def test_lengths_and_head_counts_do_not_compile_another_kernel():
     gpu = known("NVIDIA H200")
     usual = Problem("backward", "bf16", 1, 8, 2, 64, 512, 512)

@@ -15,6 +15,7 @@ from fake_calls import (
     normal,
     packed,
     prefill,
+    prefill_with_dropout,
     prefill_with_sinks,
     told,
 )
@@ -27,7 +28,17 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "call", [prefill, prefill_with_sinks, packed, chunks, decode, decode_with_modifiers, append]
+    "call",
+    [
+        prefill,
+        prefill_with_sinks,
+        prefill_with_dropout,
+        packed,
+        chunks,
+        decode,
+        decode_with_modifiers,
+        append,
+    ],
 )
 def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, monkeypatch):
     plain, module = new_module(), new_module()
@@ -42,7 +53,8 @@ def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, 
             monkeypatch.setattr(module, "served_before", None)
         tensors = call(module)
         assert told(driver.launched, tensors) == expected
-    assert len(expected) == (2 if call in (decode, decode_with_modifiers) else 1)
+    twice = (decode, decode_with_modifiers, prefill_with_dropout)
+    assert len(expected) == (2 if call in twice else 1)
 
 
 each_way = pytest.mark.parametrize("bound", ["recalled", "by its form"], indirect=True)

@@ -131,6 +131,36 @@ def test_the_bound_holds_with_a_bias_under_a_window(case: tuple) -> None:
     assert compiled <= prefill_smem_bytes(p, knobs, TARGETS[arch]) <= 1.5 * compiled
 
 
+DROPPED = [
+    ("sm_80", "bf16", 128, 64, 64, 4, 2, "pointer"),
+    ("sm_86", "bf16", 64, 128, 32, 4, 3, "pointer"),
+    ("sm_90", "bf16", 64, 64, 128, 4, 2, "descriptor"),
+    ("sm_90", "fp32", 64, 32, 32, 4, 2, "pointer"),
+    ("gfx942", "bf16", 64, 64, 64, 4, 2, "pointer"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DROPPED, ids=str)
+def test_the_bound_holds_with_dropout_whose_mask_takes_a_byte_an_element(case: tuple) -> None:
+    arch, dtype, head_dim, *values = case
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "LOAD")
+    knobs = dict(zip(names, values, strict=True), HEAD_GROUP_MIB=4)
+    p = replace(problem(dtype, head_dim), dropout=True)
+    compiled = compile_candidate(p, Config.of("prefill", knobs), TARGETS[arch]).smem_bytes
+    assert compiled <= prefill_smem_bytes(p, knobs, TARGETS[arch]) <= 1.3 * compiled
+
+
+def test_the_probability_of_dropout_does_not_compile_another_kernel(monkeypatch) -> None:
+    gpu, p = known("NVIDIA H200"), replace(problem("bf16", 64), dropout=True)
+    hashes = set()
+    for dropout_p in (0.3, 0.5, 2**-16):
+        monkeypatch.setattr("autoflash.modifier_values.DROPOUT_P", dropout_p)
+        (kernel,), _ = _compiled(p, FAMILY.default(p, gpu), gpu, with_lse=True, wide_rows=False)
+        hashes.add(kernel.hash)
+    assert len(hashes) == 1
+
+
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_fp32_inputs_are_multiplied_as_fp32(page_size: int) -> None:
     gpu, p = known("NVIDIA H200"), replace(problem("fp32", 64), page_size=page_size)

@@ -198,8 +198,23 @@ def test_a_gradient_and_what_is_not_served_are_refused_while_compiling(module):
 
     with pytest.raises(Exception, match="no backward yet"):
         graphs_of(layer, q.clone().requires_grad_())
-    with pytest.raises(Exception, match="dropout_p is not supported yet"):
-        graphs_of(lambda q: layer(q, dropout_p=0.5), q)
+    with pytest.raises(Exception, match="k_scale is not supported yet"):
+        graphs_of(lambda q: layer(q, k_scale=q), q)
+
+
+def test_a_graph_draws_the_rng_that_the_eager_call_draws(module):
+    q, k, v = prefill_call()
+
+    def layer(q):
+        return module.prefill(q, k, v, dropout_p=0.5)
+
+    torch.manual_seed(5)
+    expected = [layer(q), layer(q)]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(q)
+    torch.manual_seed(5)
+    assert torch.equal(compiled(q), expected[0]) and torch.equal(compiled(q), expected[1])
+    assert not torch.equal(*expected)
 
 
 def every_operator(module):
@@ -219,6 +234,8 @@ def every_operator(module):
     packing = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
     packing |= {"max_seqlen_q": 13, "max_seqlen_k": 30, "layout": "thd"}
     yield operators.prefill.default, (q[0], k[0], v[0]), packing
+    rng = torch.tensor([3, 5])
+    yield operators.prefill.default, read, {"bias": bias, "dropout_p": 0.5, "rng": rng}
     documents = torch.arange(40).int()[None] // 9
     told = {"document_ids": documents, "density": 20}
     yield operators.prefill_masked.default, read, {"causal": True, **told}
@@ -254,7 +271,7 @@ def every_operator(module):
     yield operators.append_kv.default, (*new, k8, v8, slots), {**scales, "kv_layout": "nhd"}
 
 
-@pytest.mark.parametrize("number", range(17))
+@pytest.mark.parametrize("number", range(18))
 def test_torchs_own_check_of_operators_passes(module, number):
     operator, arguments, options = list(every_operator(module))[number]
     checks = torch.library.opcheck(operator, tuple(arguments), options)

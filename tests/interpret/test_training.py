@@ -241,8 +241,13 @@ def test_deterministic_is_served_by_a_family_whose_bits_repeat(tmp_path):
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"bias": True, "window_left": 9}, {"layout": "thd", "sinks": True, "softcap": True}],
-    ids=["plain", "bias and window", "packed, sinks and softcap"],
+    [
+        {},
+        {"bias": True, "window_left": 9},
+        {"layout": "thd", "sinks": True, "softcap": True},
+        {"bias": True, "dropout": True},
+    ],
+    ids=["plain", "bias and window", "packed, sinks and softcap", "bias and dropout"],
 )
 def test_a_compiled_graph_has_the_gradients_of_the_eager_call(module, changed):
     torch._dynamo.reset()

@@ -48,6 +48,7 @@ def problems(draw):
     masked_by = draw(st.sampled_from(("", "blocks", "documents"))) if op == "prefill" else ""
     windowed = masked_by != "blocks"  # which excludes a window
     blocks = masked_by == "blocks"
+    dropout = op == "prefill" and draw(st.booleans())
     rules = st.sampled_from(("", "q_idx >= kv_idx", "b == 0 or h % 3 < kv_idx // 16"))
     mask = draw(rules) if op == "prefill" else ""
     paged = op == "decode" or not (mask or masked_by or position == "bias")
@@ -61,7 +62,7 @@ def problems(draw):
         seqlen_q=draw(st.integers(1, 16)),
         seqlen_k=draw(st.integers(0, 2**40)),
         causal=draw(st.booleans()),
-        page_size=draw(st.integers(0, 512)) if paged else 0,
+        page_size=draw(st.integers(0, 512)) if paged and not dropout else 0,
         layout=draw(st.sampled_from(("bshd", "bhsd"))),
         kv_layout=draw(st.sampled_from(("nhd", "hnd"))),
         lengths=draw(st.sampled_from(LENGTHS)),
@@ -82,6 +83,7 @@ def problems(draw):
         alibi=position == "alibi",
         bias=position == "bias",
         sinks=draw(st.booleans()),
+        dropout=dropout,
         kv_scales=draw(st.sampled_from(KV_SCALES)) if kv_dtype in QUANTISED_BYTES else "",
     )
 

@@ -180,7 +180,6 @@ REFUSED = {
     "kv_layout": "hnd",
     "mask": "checkerboard",
     "batch_invariant": True,
-    "dropout_p": 0.1,
     "softcap": 2.0,
 }
 

@@ -150,6 +150,7 @@ def test_every_modifier_and_packed_sequences_have_candidates_beside_the_default(
     for changed in (
         {"window_left": 99, "softcap": True, "bias": True, "sinks": True},
         {"layout": "thd", "lengths": "ragged", "batch": 8, "alibi": True},
+        {"dropout": True},
     ):
         p = problem(**changed)
         assert family.unsupported(p, H200) is None

@@ -10,7 +10,7 @@ from autoflash.runtime.match import (
     match_key,
     match_sizes,
 )
-from autoflash.runtime.problem import PROBLEM_FIELDS, Problem
+from autoflash.runtime.problem import MODIFIERS, PROBLEM_FIELDS, Problem
 
 
 def prefill_of(**changes) -> Problem:
@@ -56,7 +56,7 @@ def test_a_field_that_matches_exactly_changes_the_key():
     assert match_key(decode_of(kv_layout="hnd")) != match_key(decode_of())
     assert match_key(decode_of(seqlen_q=2)) != match_key(decode_of())
     assert match_key(decode_of()) != match_key(prefill_of(seqlen_q=1))
-    for modifier in ("softcap", "alibi", "bias", "sinks"):
+    for modifier in MODIFIERS:
         assert match_key(prefill_of(**{modifier: True})) != match_key(prefill_of()), modifier
     assert match_key(prefill_of(window_left=128)) != match_key(prefill_of())
     per_token = decode_of(kv_dtype="int8", kv_scales="token")

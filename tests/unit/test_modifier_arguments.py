@@ -17,6 +17,7 @@ def posed(causal=False, layout="bshd", **given) -> Problem:
 
 
 SLOPES, BIAS, SINKS = torch.zeros(4), torch.zeros(5, 7).half(), torch.zeros(4)
+RNG = torch.tensor([3, 5])
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -65,6 +66,14 @@ def test_a_window_has_one_spelling_and_none_where_it_hides_nothing(window, causa
         ({"sinks": torch.zeros(4, device="meta")}, "sinks is on meta, q is on cpu"),
         ({"sinks": torch.zeros(4, requires_grad=True)}, "sinks requires grad"),
         ({"bias": BIAS, "alibi_slopes": SLOPES}, "alibi and bias exclude each other"),
+        ({"dropout_p": 1.0, "rng": RNG}, "dropout_p 1.0 is not from 0 to less than 1"),
+        ({"dropout_p": -0.1, "rng": RNG}, "dropout_p -0.1 is not from 0"),
+        ({"dropout_p": float("nan"), "rng": RNG}, "dropout_p nan is not from 0"),
+        ({"dropout_p": 0.1, "rng": (1, 2)}, "rng must be a tensor, given tuple"),
+        ({"dropout_p": 0.1, "rng": RNG.int()}, r"rng is \(2,\) torch.int32, expected \(2,\)"),
+        ({"dropout_p": 0.1, "rng": RNG[:1]}, r"rng is \(1,\) torch.int64, expected \(2,\)"),
+        ({"dropout_p": 0.1, "rng": torch.empty(2).long().to("meta")}, "rng is on meta, q is on"),
+        ({"dropout_p": 0.1, "rng": RNG.repeat(2)[::2]}, "rng must be contiguous"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(given, message):

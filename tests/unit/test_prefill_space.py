@@ -25,8 +25,11 @@ def problem(**changed: int | str | bool) -> Problem:
 
 
 problems = st.builds(
-    lambda bias, page_size, **fields: problem(
-        **fields, page_size=page_size, bias=bias and not page_size
+    lambda bias, dropout, page_size, **fields: problem(
+        **fields,
+        page_size=page_size,
+        bias=bias and not page_size,
+        dropout=dropout and not page_size,
     ),
     dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
     batch=st.integers(1, 100_000),
@@ -43,6 +46,7 @@ problems = st.builds(
     bias=st.booleans(),
     page_size=st.sampled_from([0, 0, 1, 16, 64, 480]),
     sinks=st.booleans(),
+    dropout=st.booleans(),
 )
 any_gpu = st.builds(
     lambda gpu, smem_kib: replace(gpu, smem_per_block=smem_kib * KIB),

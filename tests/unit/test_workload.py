@@ -92,6 +92,7 @@ prefill:
   - {seqlen_q: 64, window_left: [16, -1], softcap: true, alibi: true}
   - {seqlen_q: 64, causal: false, window_right: 8, bias: true, sinks: [true, false]}
   - {seqlen_q: [16, 64], window_left: 32}
+  - {seqlen_q: 64, dropout: true}
 decode:
   - {seqlen_k: [16, 64], window_left: 32, softcap: true, alibi: true, sinks: true}
 """
@@ -107,6 +108,7 @@ decode:
         (64, False, -1, 8, ("bias",)),
         (16, True, -1, -1, ()),  # a window that all keys are in is none
         (64, True, 32, -1, ()),
+        (64, True, -1, -1, ("dropout",)),
         # in decode it stays: the next step has more keys
         *[(1, True, 32, -1, ("softcap", "alibi", "sinks"))] * 2,
     ]

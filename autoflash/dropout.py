@@ -1,0 +1,72 @@
+"""Dropout on the host: the mask that kernels draw by Philox, element for element the same.
+
+Philox 4x32-10 (Salmon and others, Parallel random numbers: as easy as 1, 2, 3, 2011).
+"""
+
+import torch
+
+from autoflash.runtime.dropping import DROPOUT_STEPS
+from autoflash.runtime.modifiers import Modifiers
+
+ROUNDS = 10
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF  # of 32 bits
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+    """Four random words of a counter's four under a key of two; int64 tensors that broadcast."""
+    a, b, c, d = counter
+    low, high = key
+    for _ in range(ROUNDS):
+        # a product of 64 bits wraps in int64 and has the right bits all the same
+        of_a, of_c = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+        a, c = (of_c >> 32 & WORD) ^ b ^ low, (of_a >> 32 & WORD) ^ d ^ high
+        b, d = of_c & WORD, of_a & WORD
+        low, high = low + KEY_STEPS[0] & WORD, high + KEY_STEPS[1] & WORD
+    return a, b, c, d
+
+
+def dropout_numbers(
+    rng: torch.Tensor,
+    b: int,
+    heads: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+) -> torch.Tensor:
+    """The 16-bit numbers of elements of sequence `b`, (heads, queries, keys), int64.
+
+    `heads`, `queries` and `keys` are indices. A counter of the call's offset, the head and the
+    sequence gives the head's key; under it one of a key and eight queries gives their numbers, two
+    a word, the lower half first.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=rng.device)
+    seed, offset = rng
+    first = (offset & WORD, offset >> 32 & WORD, heads[:, None, None], zero + b)
+    head_key = philox(first, (seed & WORD, seed >> 32 & WORD))
+    eighths, of_query = torch.unique(queries // 8, return_inverse=True)
+    words = torch.stack(philox((keys, eighths[:, None], zero, zero), head_key[:2]), dim=2)
+    numbers = torch.stack((words & 0xFFFF, words >> 16), dim=3)  # (heads, eighths, 4, 2, keys)
+    return numbers.flatten(1, 3)[:, of_query * 8 + queries % 8]
+
+
+def dropout_weights(
+    modifiers: Modifiers,
+    b: int,
+    heads: slice,
+    num_heads: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor | float:
+    """What P of sequence `b` is multiplied by, (heads, queries, keys): 0 or 1 / (1 - p).
+
+    `modifiers` are those that plans take; 1.0 without dropout.
+    """
+    if modifiers.rng is None or not modifiers.dropout_p:
+        return 1.0
+    every_head = torch.arange(num_heads, device=queries.device)[heads]
+    numbers = dropout_numbers(modifiers.rng, b, every_head, queries, keys)
+    kept = numbers >= round(modifiers.dropout_p * DROPOUT_STEPS)
+    return kept.to(dtype) / (1.0 - modifiers.dropout_p)
