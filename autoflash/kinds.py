@@ -64,7 +64,7 @@ def _few_prefills() -> list[Problem]:
         kind(dtype="fp32", causal=True),
         kind(causal=True, softcap=True, sinks=True),
         kind(dtype="fp16", window_left=16, alibi=True),
-        kind(causal=True, window_left=16, bias=True),
+        kind(causal=True, window_left=16, bias=True, dropout=True),
         kind(layout="thd", causal=True),
         kind(24, head_dim_v=40, causal=True),
         kind(masked_by="blocks", density=MIXED, mask_block_q=32, mask_block_k=64),
@@ -118,6 +118,8 @@ def _all_prefills() -> Iterator[Problem]:
         for softcap, sinks, alibi in product(on_off, on_off, on_off):
             fields = {"softcap": softcap, "sinks": sinks, "alibi": alibi}
             yield like(wide, layout="thd", **mask, **fields)
+        for added in ({}, {"bias": True}, {"layout": "thd"}):
+            yield like(wide, dropout=True, **mask, **added)
     yield from _prefills_over_pages(wide, plain)
 
 
