@@ -1,10 +1,11 @@
 """An attention layer, forward and backward, beside SDPA and FlexAttention: one interleaved run.
 
 Projections, rotary positions, attention and output of 4096 channels in bf16; causal alone, under a
-window, and with an additive bias that is learnt; tuned by benchmarks/workloads/training_layer.yaml.
-What is timed is a forward and the gradients of all weights and of the input. Beside the times stand
-the bytes that a pass allocates at most, its own results included, and how far the gradient of the
-input is from that of an fp32 attention.
+window, and with an additive bias that is learnt, each with dropout and without; tuned by
+benchmarks/workloads/training_layer.yaml. What is timed is a forward and the gradients of all
+weights and of the input. Beside the times stand the bytes that a pass allocates at most, its own
+results included, and how far the gradient of the input is from that of an fp32 attention; with
+dropout only ours, as each peer drops others.
 
 Then a small language model (examples/training_step.py) is trained with autoflash, and twice with
 SDPA, by cuDNN and by flash, whose sums run in other orders: how far ours is from flash's, and how
@@ -27,8 +28,11 @@ from harness import arguments, case_result, load_module, write_results
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autoflash.dropout import dropout_weights
 from autoflash.peers import peer_versions
-from autoflash.peers.contender import told
+from autoflash.peers.contender import Unavailable, told
+from autoflash.runtime.dropping import whole_probability
+from autoflash.runtime.modifiers import Modifiers
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "training_step.py"
 # q (batch, tokens, heads, head_dim), k, v and the bias or None, to `out`
@@ -38,13 +42,17 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 
 @dataclass(frozen=True)
 class Case:
-    """`window` is how many keys before its own position a query sees, -1 all."""
+    """`window` is how many keys before its own position a query sees, -1 all.
+
+    `dropout` is the share of P that becomes 0.
+    """
 
     name: str
     tokens: int
     batch: int
     window: int = -1
     bias: bool = False
+    dropout: float = 0.0
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -55,8 +63,11 @@ CASES = (
     Case("causal 16k", 16384, 1),
     Case("window 1024", 16384, 1, window=1023),
     Case("bias", 2048, 4, bias=True),
+    Case("causal, dropout", 4096, 2, dropout=0.1),
+    Case("window 1024, dropout", 4096, 2, window=1023, dropout=0.1),
+    Case("bias, dropout", 2048, 4, bias=True, dropout=0.1),
 )
-NOT_SERVED = {"dropout": "autoflash does not serve dropout yet"}
+RNG = 20, 26  # of the pass whose error is told: seed and offset
 
 
 def main() -> None:
@@ -79,11 +90,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     curves = loss_curves(module, options.steps) if options.steps else {}
     print(curves.get("distances"))
-    print(
-        write_results(
-            "training_layer", results, peer_versions(), curves=curves, not_served=NOT_SERVED
-        )
-    )
+    print(write_results("training_layer", results, peer_versions(), curves=curves))
 
 
 class AttentionLayer(nn.Module):
@@ -106,7 +113,7 @@ class AttentionLayer(nn.Module):
 
 def attentions(case: Case, module: ModuleType) -> dict[str, Attend]:
     """Everyone who takes part, by name."""
-    found: dict[str, Attend] = {"autoflash": functools.partial(by_autoflash, module, case)}
+    found: dict[str, Attend] = {"autoflash": functools.partial(by_autoflash, module, case, None)}
     for name, backend in BACKENDS.items():
         found[name] = functools.partial(by_sdpa, backend, case)
     return {**found, "flex_attention": flex(case)}
@@ -115,12 +122,14 @@ def attentions(case: Case, module: ModuleType) -> dict[str, Attend]:
 def by_autoflash(
     module: ModuleType,
     case: Case,
+    rng: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    return module.prefill(q, k, v, causal=True, window=(case.window, -1), bias=bias)
+    dropped = {"dropout_p": case.dropout, "rng": rng}
+    return module.prefill(q, k, v, causal=True, window=(case.window, -1), bias=bias, **dropped)
 
 
 def by_sdpa(
@@ -141,6 +150,7 @@ def by_sdpa(
             heads_first[1],
             heads_first[2],
             attn_mask=mask,
+            dropout_p=case.dropout,
             is_causal=mask is None,
             enable_gqa=True,
         )
@@ -157,6 +167,12 @@ def visible(case: Case, device: torch.device) -> torch.Tensor:
 def flex(case: Case) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    if case.dropout:
+
+        def none(*_: Any) -> torch.Tensor:
+            raise Unavailable("has no dropout")
+
+        return none
     compiled = torch.compile(flex_attention)
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -185,7 +201,8 @@ def result_of(case: Case, module: ModuleType, gpu_us: float) -> dict[str, Any]:
     shape = (case.batch, case.tokens, case.num_heads * case.head_dim)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dout = torch.randn_like(x)
-    exact = gradients(layer, x, dout, functools.partial(in_fp32, case))[0]
+    rng = torch.tensor(RNG, device="cuda")
+    exact = gradients(layer, x, dout, functools.partial(in_fp32, case, rng))[0]
     calls, left_out, errors, temporary = {}, {}, {}, {}
     for name, attend in attentions(case, module).items():
         call = functools.partial(gradients, layer, x, dout, attend)
@@ -199,7 +216,11 @@ def result_of(case: Case, module: ModuleType, gpu_us: float) -> dict[str, Any]:
             left_out[name] = told(error)
             continue
         temporary[name] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
-        errors[name] = distance(found, exact)
+        if case.dropout and name == "autoflash":
+            same = functools.partial(by_autoflash, module, case, rng)
+            found = gradients(layer, x, dout, same)[0]
+        if not case.dropout or name == "autoflash":
+            errors[name] = distance(found, exact)
         calls[name] = [call]
         del found
     if "autoflash" in left_out or not math.isfinite(errors["autoflash"]):
@@ -218,15 +239,33 @@ def gradients(
 
 
 def in_fp32(
-    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    case: Case,
+    rng: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention with scores in fp32, one head after the other, each computed again backward."""
+    dropped = Modifiers(dropout_p=whole_probability(case.dropout), rng=rng)
+    places = torch.arange(case.tokens, device=q.device)
 
-    def of_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: Any) -> torch.Tensor:
+    def weights(head: int) -> torch.Tensor | float:
+        if not case.dropout:
+            return 1.0
+        of_head, every = slice(head, head + 1), (places, places, torch.float32)
+        numbers = (
+            dropout_weights(dropped, b, of_head, case.num_heads, *every) for b in range(q.shape[0])
+        )
+        return torch.cat([torch.as_tensor(each) for each in numbers])
+
+    def of_head(
+        head: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: Any
+    ) -> torch.Tensor:
         scores = q.float() @ k.float().transpose(-1, -2) * case.head_dim**-0.5
         scores = scores if added is None else scores + added.float()
         scores = scores.masked_fill(~visible(case, q.device), float("-inf"))
-        return (scores.softmax(-1) @ v.float()).to(q.dtype)
+        return (scores.softmax(-1) * weights(head) @ v.float()).to(q.dtype)
 
     from torch.utils.checkpoint import checkpoint
 
@@ -234,7 +273,7 @@ def in_fp32(
     for head in range(case.num_heads):
         one = (q[:, :, head], k[:, :, head // group], v[:, :, head // group])
         added = None if bias is None else bias[:, head]
-        outs.append(checkpoint(of_head, *one, added, use_reentrant=False))
+        outs.append(checkpoint(of_head, head, *one, added, use_reentrant=False))
     return torch.stack(outs, dim=2)  # pyright: ignore[reportArgumentType]
 
 
