@@ -42,8 +42,6 @@ def register(module: ModuleType) -> None:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """query is (batch, heads, tokens, head_dim); gives (batch, tokens, heads, head_dim)."""
-        if dropout:
-            raise ValueError("attention dropout is not supported")
         if is_causal is None:
             is_causal = getattr(layer, "is_causal", True)
         modified = {
@@ -53,7 +51,7 @@ def register(module: ModuleType) -> None:
             "sinks": s_aux,
         }
         lengths = None if attention_mask is None else attention_mask.flatten()
-        if query.shape[2] <= DECODE_TOKENS and is_causal:
+        if query.shape[2] <= DECODE_TOKENS and is_causal and not dropout:
             if lengths is None:
                 lengths = key.new_full(key.shape[:1], key.shape[2], dtype=torch.int32)
             q = query.transpose(1, 2)
@@ -67,6 +65,7 @@ def register(module: ModuleType) -> None:
             value,
             causal=is_causal,
             layout="bhsd",
+            dropout_p=dropout,
             **modified,
         )
         return out.transpose(1, 2), None
