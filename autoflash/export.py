@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ PUBLIC = (
     "warmup",
     "write_trace",
 )
+APART = "\n\n\n"  # between the functions of a kernels' text
 MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
 
 DOCSTRING = '''"""Attention for the GPUs and shapes listed below: {functions}.
@@ -216,9 +217,8 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
     texts = {render(variant).name: render(variant).text for variant in names.values()}
     triton_of = {(w.gpu, w.decision.problem): w.toolchain.triton for w in winners}
     knobs = sorted({row.config.knobs for row in rows}, key=repr)
-    lines = ["_TEXTS = {"]
-    lines += [f"    {name!r}: {_literal(texts[name])}," for name in sorted(texts)]
-    lines += ["}", "_NAMES = {  # (family, its switches that are on)"]
+    lines = _texts_lines(texts)
+    lines += ["_NAMES = {  # (family, its switches that are on)"]
     lines += [f"    {key!r}: {render(names[key]).name!r}," for key in sorted(names)]
     lines += ["}", "_KNOBS = ("]
     lines += [f"    {dict(each)!r}," for each in knobs]
@@ -238,6 +238,20 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
         lines += ["        ),", "    ),"]
     lines += [")", "", "install_tables(Tables(_TEXTS, _NAMES, _GPUS))", ""]
     return "\n".join(lines)
+
+
+def _texts_lines(texts: Mapping[str, str]) -> list[str]:
+    """The texts by name, of pieces that many of them share: a function each, as a rule."""
+    pieces = sorted({piece for text in texts.values() for piece in text.split(APART)})
+    places = {piece: place for place, piece in enumerate(pieces)}
+    lines = ["_PIECES = ("]
+    lines += [f"    {_literal(piece)},  # {place}" for piece, place in places.items()]
+    lines += [")", "_TEXTS = {", f"    name: {APART!r}.join(_PIECES[place] for place in places)"]
+    lines += ["    for name, places in {"]
+    for name in sorted(texts):
+        of_text = [places[piece] for piece in texts[name].split(APART)]
+        lines.append(f"        {name!r}: {of_text!r},")
+    return [*lines, "    }.items()", "}"]
 
 
 def _names(
