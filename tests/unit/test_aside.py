@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from json import loads
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from test_tune import LONGER, PROBLEM, search, stored
 
 from autoflash.aside import wanted_elsewhere
 from autoflash.child import OUT_OF_GPU_MEMORY, Failure
+from autoflash.config import Config
 from autoflash.effort import EFFORTS
 from autoflash.entrants import Entrants
 from autoflash.groups import groups_of
@@ -60,11 +62,16 @@ def test_while_compilers_are_awaited_the_fastest_so_far_are_tried_on_the_next_sh
     last = max(i for i, (length, *_) in enumerate(trials) if length == PROBLEM.seqlen_k)
     asides = [i for i, (length, *_) in enumerate(trials[:last]) if length == LONGER.seqlen_k]
     assert asides
+    (group,), _ = groups_of([PROBLEM, LONGER], GPU)
+    configs = stored(db, "SELECT id, family, knobs_json FROM configs")
+    known = {Config.of(family, loads(knobs)): number for number, family, knobs in configs}
+    default = known[group.default(LONGER, GPU)]
     for place in asides:  # one in six of those timed so far, and one more
         so_far = [row for row in trials[:place] if row[0] == PROBLEM.seqlen_k]
         so_far.sort(key=lambda row: row[2])
         fastest = [config for _, config, _ in so_far[: 1 + len(so_far) // 6]]
-        assert trials[place][1] in fastest
+        assert trials[place][1] in (default, *fastest)
+    assert {trials[place][1] for place in asides} != {default}
     once = [row[:2] for row in trials]
     assert len(once) == len(set(once))  # what was tried aside is not tried again
 
@@ -114,6 +121,15 @@ def test_wanted_is_who_was_fast_and_is_neither_tried_there_nor_that_shape_decide
     assert wanted(times, decided=[LONGER]) == []
     assert wanted(times, problem=LONGER) == []
     assert wanted({}) == []
+
+
+def test_another_shapes_default_is_wanted_once_it_is_known_to_be_right(monkeypatch):
+    (group,), _ = groups_of([PROBLEM, LONGER], GPU)
+    default = group.default(LONGER, GPU)
+    one, *_ = (config for config in group.candidates(PROBLEM, GPU) if config != default)
+    assert wanted({one: 40.0}) == [(LONGER, one)]
+    monkeypatch.setattr(Entrants, "admitted", lambda _, config: config == default)
+    assert wanted({one: 40.0}) == [(LONGER, default), (LONGER, one)]
 
 
 def test_where_every_candidate_will_be_tried_every_one_is_wanted():
