@@ -104,7 +104,7 @@ def test_seeds_writes_on_how_many_problems_all_searches_agree(tuning, written, m
         result(decision(PROBLEMS["prefill-a"], 1), decision(PROBLEMS["decode-b"], place))
         for place in (1, 1, 3)
     )
-    monkeypatch.setattr(tuning, "_tune", lambda *_: next(runs))
+    monkeypatch.setattr(tuning, "_tune", lambda *_, **__: next(runs))
     tuning.seeds(PROBLEMS, 1)
     told = written["tuning_seeds"]
     assert told["agreeing"] == 0.5 and told["seconds"] == [60.0] * 3
@@ -115,12 +115,18 @@ def test_seeds_writes_on_how_many_problems_all_searches_agree(tuning, written, m
 
 
 def test_searches_side_by_side_have_a_gpu_and_cores_of_their_own(tuning, monkeypatch, tmp_path):
-    cores, searched = [], []
+    cores, searched, kept = [], [], []
+
+    def noted(*given, keep_kernels):
+        searched.append(given[4:])
+        kept.append(keep_kernels)
+
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {4, 5, 6, 7, 8})
     monkeypatch.setattr("os.sched_setaffinity", lambda process, own: cores.append(set(own)))
-    monkeypatch.setattr(tuning, "_tune", lambda *given: searched.append(given[4:]))
+    monkeypatch.setattr(tuning, "_tune", noted)
     for seed, gpu in ((0, 0), (1, 1), (2, 0)):
         tuning._tune_apart(PROBLEMS, tmp_path / "db", seed, gpu, 2)
     assert searched == [(0, 0), (1, 1), (2, 0)]
+    assert kept == [True, True, False]  # the last one leaves nothing behind
     assert cores[0] == cores[2] and not cores[0] & cores[1]
     assert cores[0] | cores[1] == {4, 5, 6, 7, 8}
