@@ -216,8 +216,8 @@ def _start(folder: Path) -> subprocess.Popen:
 def _kill(folder: Path, kind: str, parent: subprocess.Popen) -> bool:
     """Kill a process of this kind that has been at work for a while, if there is one."""
     if kind == "parent":
-        if not any(_at_work(folder, "worker")):
-            return False
+        if not any(_at_work(folder, child) for child in ("worker", "compiler")):
+            return False  # it does not search yet
         parent.kill()
         return True
     for pid in _at_work(folder, kind):
