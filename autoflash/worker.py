@@ -180,7 +180,7 @@ class Worker:
 
     def prepare(self, problem: Problem, seed: int) -> None:
         self._armed.clear()
-        self._prepared = None
+        self._prepared = self._promised = None  # what was promised is of other buffers
         self._attempt("prepare", problem, seed, deadline_s=self._deadlines.prepare_s)
         self._prepared = (problem, seed)
 

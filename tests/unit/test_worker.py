@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,15 @@ def test_who_is_screened_is_not_to_blame_for_who_is_made_ready_meanwhile(fault):
     worker.prepare(PROBLEM, 0)
     assert worker.screen(GOOD, 3, 1e5, 1e9, ahead=[BAD]).samples_us
     assert worker.starts == 2
+    worker.close()
+
+
+def test_what_was_promised_of_one_problem_is_asked_anew_of_the_next():
+    worker = fake_worker({})
+    worker.prepare(PROBLEM, 0)
+    worker.screen(GOOD, 3, 1e5, 0.001, ahead=[ALSO_GOOD], go_on=True)  # none is as fast there
+    worker.prepare(replace(PROBLEM, batch=2), 0)
+    assert not worker.screen(ALSO_GOOD, 3, 1e5, 1e9).dropped
     worker.close()
 
 
