@@ -51,6 +51,21 @@ def dropout_numbers(
     return numbers.flatten(1, 3)[:, of_query * 8 + queries % 8]
 
 
+def dropped(
+    p: torch.Tensor,
+    modifiers: Modifiers,
+    b: int,
+    heads: slice,
+    num_heads: int,
+    queries: torch.Tensor,
+) -> torch.Tensor:
+    """P of sequence `b`, (heads, queries, all keys), after dropout; itself where there is none."""
+    if modifiers.rng is None or not modifiers.dropout_p:
+        return p
+    keys = torch.arange(p.shape[2], device=p.device)
+    return p * dropout_weights(modifiers, b, heads, num_heads, queries, keys, p.dtype)
+
+
 def dropout_weights(
     modifiers: Modifiers,
     b: int,

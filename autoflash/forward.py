@@ -2,7 +2,7 @@
 
 import torch
 
-from autoflash.dropout import dropout_weights
+from autoflash.dropout import dropped
 from autoflash.mask import visible
 from autoflash.problem import Problem
 from autoflash.runtime.modifiers import NO_MODIFIERS, Modifiers, modifiers_of
@@ -45,11 +45,7 @@ def forward(
                     of_rows = of_rows.logaddexp(modifiers.sinks[heads, None].float())
                 shift = of_rows.masked_fill(of_rows.isinf(), 0.0)  # a row without keys
                 weights = (scores - shift[..., None]).exp()
-                every_key = torch.arange(keys, device=q.device)
-                weights = weights * dropout_weights(
-                    whole, b, heads, p.num_heads, rows, every_key, weights.dtype
-                )
-                weighted = weights @ head_v
+                weighted = dropped(weights, whole, b, heads, p.num_heads, rows) @ head_v
                 own_out[heads, rows] = weighted.to(out.dtype)
                 own_lse[heads, rows] = of_rows
     return out, lse

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import torch
 
-from autoflash.dropout import dropout_weights
+from autoflash.dropout import dropped
 from autoflash.inputs import TORCH_DTYPES, Inputs
 from autoflash.runtime.modifiers import modifiers_of
 from autoflash.scores import changed_scores
@@ -141,8 +141,7 @@ def _rows(
     total = p.sum(dim=2, keepdim=True)
     if p_dtype is not None:
         p = p.to(p_dtype).to(v.dtype)
-    columns = torch.arange(p.shape[2], device=q.device)
-    p = p * dropout_weights(modifiers, b, heads, problem.num_heads, rows, columns, p.dtype)
+    p = dropped(p, modifiers, b, heads, problem.num_heads, rows)
     return product(p, v) / total.masked_fill(total == 0, 1.0), lse
 
 

@@ -8,7 +8,6 @@ one after the other and served by the same module.
 import argparse
 import functools
 import gc
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from chunk_peers import flash_attention_3, in_order
-from harness import arguments, case_result, geometric_mean, load_module, write_results
+from harness import arguments, case_result, geometric_mean, load_module, tune, write_results
 from prefill import admitted, export_module
 
 from autoflash.decision import paired_interval
@@ -62,12 +61,6 @@ def parsed() -> argparse.Namespace:
         "--gpu-ms", type=float, default=400.0, help="of GPU time for a contender of a case"
     )
     return parser.parse_args()
-
-
-def tune(workload: Path, db: Path, effort: str) -> None:
-    """Tune the workload into the database, as a user would."""
-    command = [sys.executable, "-m", "autoflash", "tune", str(workload), "--db", str(db)]
-    subprocess.run([*command, "--effort", effort], check=True)
 
 
 def measured(problem: Problem, module: Any, gpu: Gpu, ms: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -75,6 +76,12 @@ def write_results(
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     return path
+
+
+def tune(workload: Path, db: Path, effort: str) -> None:
+    """Tune the workload into the database, as a user would."""
+    command = [sys.executable, "-m", "autoflash", "tune", str(workload), "--db", str(db)]
+    subprocess.run([*command, "--effort", effort], check=True)
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

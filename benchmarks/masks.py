@@ -8,7 +8,6 @@ Each case stands beside its dense problem too, full or causal, served by the sam
 import argparse
 import functools
 import gc
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import arguments, case_result, geometric_mean, load_module, write_results
+from harness import arguments, case_result, geometric_mean, load_module, tune, write_results
 from mask_peers import flex_attention
 from prefill import admitted, export_module
 
@@ -64,12 +63,6 @@ def parsed() -> argparse.Namespace:
         "--gpu-ms", type=float, default=400.0, help="of GPU time for a contender of a case"
     )
     return parser.parse_args()
-
-
-def tune(workload: Path, db: Path, effort: str) -> None:
-    """Tune the workload into the database, as a user would."""
-    command = [sys.executable, "-m", "autoflash", "tune", str(workload), "--db", str(db)]
-    subprocess.run([*command, "--effort", effort], check=True)
 
 
 def dense(inputs: Inputs) -> Inputs:

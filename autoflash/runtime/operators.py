@@ -276,23 +276,22 @@ def _kernels(
 
     return {
         "prefill": run_prefill,
-        "prefill_out": lambda q, k, v, out, *options: run_prefill(q, k, v, *options, out=out)[1],
+        "prefill_out": _into(run_prefill, 3),
         "prefill_masked": run_masked,
-        "prefill_masked_out": lambda q, k, v, out, *options: run_masked(q, k, v, *options, out=out)[
-            1
-        ],
+        "prefill_masked_out": _into(run_masked, 3),
         "prefill_chunked": run_chunked,
-        "prefill_chunked_out": lambda q, k, v, lengths, table, out, *options: run_chunked(
-            q, k, v, lengths, table, *options, out=out
-        )[1],
+        "prefill_chunked_out": _into(run_chunked, 5),
         "prefill_gradients": run_gradients,
         "decode": run_decode,
-        "decode_out": lambda q, k, v, lengths, out, *options: run_decode(
-            q, k, v, lengths, *options, out=out
-        )[1],
+        "decode_out": _into(run_decode, 4),
         "append_kv": run_append,
         "merge": lambda *parts: merge(*parts[:4], **dict(zip(("layout",), parts[4:]))),
     }
+
+
+def _into(run: Callable[..., Any], read: int) -> Callable[..., Any]:
+    """What gives `lse` alone: the argument after the first `read` is `out`, which is written."""
+    return lambda *given: run(*given[:read], *given[read + 1 :], out=given[read])[1]
 
 
 def _with_window(given: dict[str, Any]) -> dict[str, Any]:
