@@ -29,11 +29,14 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why the config is wrong for the problem, or cannot be fast; None for a candidate."""
-    knobs = config.as_dict()
-    few = FEWEST_BLOCKS * int(knobs["BLOCK_N"])
-    if problem.seqlen_k <= few and config != default(problem, gpu):
+    wrong = prefill_hopper_unsupported(problem, gpu)
+    if wrong:
+        return wrong
+    if config == default(problem, gpu):
+        return None
+    if problem.seqlen_k <= FEWEST_BLOCKS * int(config["BLOCK_N"]):
         return f"at most {FEWEST_BLOCKS} blocks of keys, whose sums are rescaled few times anyway"
-    return prefill_hopper.refusal(problem, Config.of("prefill_hopper", knobs), gpu)
+    return prefill_hopper.slow_or_wrong(problem, config, gpu)
 
 
 FAMILY = Family(

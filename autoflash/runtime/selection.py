@@ -91,7 +91,7 @@ SELECTION_COMPILED_ONLY = (
 )
 # By op, whose default serves what no row does: the portable family where no other can.
 SELECTION_FAMILIES = {
-    "prefill": ("prefill_hopper", "prefill"),
+    "prefill": ("prefill_hopper_lazy", "prefill"),
     "decode": ("decode",),
     "latent decode": ("decode_latent",),
     "backward": ("backward",),
