@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from autoflash import __version__
+from autoflash.check import Stage
 from autoflash.child import Child, ChildError, Failure
 from autoflash.config import Config
 from autoflash.errors import AutoflashError
@@ -55,9 +56,15 @@ class Site:
         return __version__, self._environment
 
     async def compile(
-        self, job: int, urgency: Urgency, problems: Sequence[Problem], config: Config, gpu: Gpu
+        self,
+        job: int,
+        urgency: Urgency,
+        problems: Sequence[Problem],
+        config: Config,
+        gpu: Gpu,
+        stage: Stage | None,
     ) -> Answer:
-        self._futures[job] = self._pool.submit(problems, config, gpu, urgency)
+        self._futures[job] = self._pool.submit(problems, config, gpu, urgency, stage)
         try:
             return True, await asyncio.wrap_future(self._futures[job])
         except (Failure, ChildError, AutoflashError) as error:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
@@ -37,19 +38,26 @@ MIXED = 40  # percent of the blocks, of the keys of a document or a prefix
 REPEATS = 3  # runs at the real size that must agree bit by bit
 
 
+class Stage(StrEnum):
+    """Before what a candidate is checked: its first trial, or a final, which few come to."""
+
+    SCREEN = "screen"
+    FINAL = "final"
+
+
 @dataclass(frozen=True)
 class Case:
     """A small problem to check on; `lengths` are the valid tokens of each sequence (decode).
 
-    Of packed sequences they are pairs, of queries and keys.
-
-    Its kernels without `lse`, which are others, are checked too where they are those timed.
+    Of packed sequences they are pairs, of queries and keys. Kernels without `lse` are others: those
+    that are timed.
     """
 
     problem: Problem
     lengths: tuple[int | tuple[int, int], ...] | None = None
     wide_rows: bool = False
-    as_timed: bool = False
+    with_lse: bool = True
+    stage: Stage = Stage.SCREEN
 
     @property
     def lengths_told(self) -> str:
@@ -67,6 +75,9 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
     Their lengths end where its own do in a tile, and elsewhere; they differ between queries and
     keys, leave rows without a visible key and, in decode, are 0 and 1 too; one case has strides of
     wider rows. Windows are narrowed, so that they have edges there.
+
+    Each kernel takes a second to compile. Before its first trial a candidate is checked as it is
+    timed, and on cases that between them have every edge; the other kernels follow before a final.
     """
     kv_heads = min(problem.num_kv_heads, 2)
     problem = _narrow(problem)
@@ -74,52 +85,66 @@ def cases_of(problem: Problem) -> tuple[Case, ...]:
     if problem.paged and problem.op == "prefill" and not problem.varlen:
         chunk = {"batch": 5, "seqlen_q": 77, "seqlen_k": 512}
         return (
-            Case(replace(small, **chunk), (0, 37, 77, 257, 512), as_timed=True),
+            *_as_timed(replace(small, **chunk), (0, 37, 77, 257, 512)),
             Case(replace(small, batch=2, seqlen_q=300, seqlen_k=385), (300, 385), wide_rows=True),
         )
     if problem.varlen:
         some = ((385, 385), (0, 70), (1, 1), (77, 300), (130, 3), (5, 0))
         return (
-            Case(_packed(small, some), some, as_timed=True),
+            *_as_timed(_packed(small, some), some),
             Case(_packed(small, some[3:5]), some[3:5], wide_rows=True),
         )
     if problem.op != "decode":
         return (
-            Case(_ending_alike(replace(small, batch=2)), as_timed=True),
-            Case(replace(small, batch=1, seqlen_q=385, seqlen_k=385)),
+            *_as_timed(_ending_alike(replace(small, batch=2))),
+            Case(replace(small, batch=1, seqlen_q=385, seqlen_k=385), stage=Stage.FINAL),
             Case(replace(small, batch=1, seqlen_q=300, seqlen_k=384)),  # whole tiles of keys
             Case(replace(small, batch=1, seqlen_q=77, seqlen_k=300), wide_rows=True),
             Case(replace(small, batch=1, seqlen_q=150, seqlen_k=90)),
         )
     return (
-        Case(replace(small, batch=6, seqlen_k=512), (0, 1, 37, 257, 300, 512), as_timed=True),
+        *_as_timed(replace(small, batch=6, seqlen_k=512), (0, 1, 37, 257, 300, 512)),
         Case(replace(small, batch=2, seqlen_k=385), (385, 130), wide_rows=True),
     )
 
 
 def small_cases_of(problem: Problem) -> tuple[Case, ...]:
-    """The same in fewer and shorter sequences, for an interpreter."""
+    """The same in fewer and shorter sequences, for an interpreter: all before a first trial."""
+    return tuple(replace(case, stage=Stage.SCREEN) for case in _small_cases_of(problem))
+
+
+def _small_cases_of(problem: Problem) -> tuple[Case, ...]:
     small = replace(_narrow(problem), num_heads=problem.group_size, num_kv_heads=1)
     if problem.paged and problem.op == "prefill" and not problem.varlen:
         chunk = {"batch": 3, "seqlen_q": 40, "seqlen_k": 150}
         return (
-            Case(replace(small, **chunk), (0, 37, 150), as_timed=True),
+            *_as_timed(replace(small, **chunk), (0, 37, 150)),
             Case(replace(small, batch=1, seqlen_q=20, seqlen_k=70), (70,), wide_rows=True),
         )
     if problem.varlen:
         some = ((70, 70), (0, 9), (1, 1), (20, 100), (40, 3))
         return (
-            Case(_packed(small, some), some, as_timed=True),
+            *_as_timed(_packed(small, some), some),
             Case(_packed(small, some[3:]), some[3:], wide_rows=True),
         )
     if problem.op != "decode":
         return (
-            Case(replace(small, batch=1, seqlen_q=150, seqlen_k=150), as_timed=True),
+            *_as_timed(replace(small, batch=1, seqlen_q=150, seqlen_k=150)),
             Case(replace(small, batch=1, seqlen_q=40, seqlen_k=30), wide_rows=True),
         )
     return (
-        Case(replace(small, batch=4, seqlen_k=150), (0, 1, 37, 150), as_timed=True),
+        *_as_timed(replace(small, batch=4, seqlen_k=150), (0, 1, 37, 150)),
         Case(replace(small, batch=1, seqlen_k=70), (70,), wide_rows=True),
+    )
+
+
+def _as_timed(
+    problem: Problem, lengths: tuple[int | tuple[int, int], ...] | None = None
+) -> tuple[Case, Case]:
+    """As trials are, without `lse`, and with it."""
+    return (
+        Case(problem, lengths, with_lse=False),
+        Case(problem, lengths, stage=Stage.FINAL),
     )
 
 
@@ -185,9 +210,15 @@ class Checker:
     def cases(self, problem: Problem) -> tuple[Case, ...]:
         return cases_of(problem)
 
-    def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
-        """The worst verdict over the small cases. Raises Failure when one is not right."""
-        verdicts = [self._check_case(case, config, seed) for case in self.cases(problem)]
+    def check(
+        self, problem: Problem, config: Config, seed: int, stage: Stage | None = None
+    ) -> Verdict:
+        """The worst verdict over the small cases of the stage, or of both.
+
+        Raises Failure when one is not right.
+        """
+        cases = [case for case in self.cases(problem) if stage in (None, case.stage)]
+        verdicts = [self._check_case(case, config, seed) for case in cases]
         return Verdict(
             reason="",
             max_ratio=max(verdict.max_ratio for verdict in verdicts),
@@ -240,8 +271,8 @@ class Checker:
         given = Canaries(self._device)
         inputs = given.inputs(case.inputs(seed, self._device))
 
-        def run(with_lse: bool = True) -> tuple[Result, Beside]:
-            result = self.run(inputs, config, with_lse)
+        def run() -> tuple[Result, Beside]:
+            result = self.run(inputs, config, case.with_lse)
             _kept_to_its_own(given)
             return result
 
@@ -253,11 +284,8 @@ class Checker:
             _same_bits_beside(lse, lse_again, "two runs")
         else:
             _right(budget.judge(again, lse_again), "in the second run")
-        verdict = _right(budget.judge(out, lse), f"with lengths {case.lengths_told}")
-        if case.as_timed:
-            bare, _ = run(with_lse=False)
-            _right(budget.judge(bare, None), "without lse")
-        return verdict
+        without = "" if case.with_lse else " and without lse"
+        return _right(budget.judge(out, lse), f"with lengths {case.lengths_told}{without}")
 
 
 @cache

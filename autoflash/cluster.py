@@ -17,6 +17,7 @@ from typing import Any
 from autoflash import __version__
 from autoflash.actors import Answer, Card, Site
 from autoflash.cards import open_card
+from autoflash.check import Stage
 from autoflash.child import START_DEADLINE_S, Call
 from autoflash.config import Config
 from autoflash.errors import AutoflashError, DeviceError
@@ -112,7 +113,12 @@ class ClusterPool:
         self._jobs: dict[Future[Resources], tuple[int, Gpu, Urgency]] = {}
 
     def submit(
-        self, problems: Sequence[Problem], config: Config, gpu: Gpu, urgency: Urgency
+        self,
+        problems: Sequence[Problem],
+        config: Config,
+        gpu: Gpu,
+        urgency: Urgency,
+        stage: Stage | None,
     ) -> Future[Resources]:
         future: Future[Resources] = Future()
         job = next(self._numbers)
@@ -129,7 +135,7 @@ class ClusterPool:
                 _settle(future, answers)
 
         for site in sites:
-            asked = site.compile.remote(job, urgency, tuple(problems), config, gpu)
+            asked = site.compile.remote(job, urgency, tuple(problems), config, gpu, stage)
             asked.future().add_done_callback(note)
         return future
 

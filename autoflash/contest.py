@@ -110,9 +110,11 @@ class Contest:
                 before_us = self._best_us()
                 waiting.remove(config)
                 ahead = itertools.islice(self._entrants.upcoming(self._problem, waiting), 2)
-                self._screen(config, list(ahead))
+                tried = self._screen(config, list(ahead))
                 done += 1
                 self._tell(done, total)
+                if tried and 2 * done >= total:
+                    self._entrants.ask_proofs(self._finalists(), Urgency.SOON)
                 if self._best_us() < before_us:
                     self._ask_ahead(config)
                 if limit.over:
@@ -160,20 +162,21 @@ class Contest:
         """The best time so far, infinite before there is one."""
         return min(self._times().values(), default=float("inf"))
 
-    def _screen(self, config: Config, ahead: Sequence[Config] = ()) -> None:
+    def _screen(self, config: Config, ahead: Sequence[Config] = ()) -> bool:
         """The lowest rung of a candidate that is right, unless an earlier trial is known.
 
-        `ahead` will be the next ones, it seems.
+        `ahead` will be the next ones, it seems. Whether it was tried.
         """
         started = time.monotonic()
         earlier = self._lab.journal.screened(self._problem, config)
         if not self._entrants.admit(self._problem, config):
-            return
+            return False
         if earlier is not None:
             self._screened[config] = earlier
-        else:
-            effort = self._lab.effort
-            self._time(config, effort.rungs[0], effort.first_cap_us, started, ahead)
+            return False
+        effort = self._lab.effort
+        self._time(config, effort.rungs[0], effort.first_cap_us, started, ahead)
+        return True
 
     def _sharpen(self) -> None:
         """The higher rungs: more samples for those whose times overlap the best's."""
@@ -185,7 +188,7 @@ class Contest:
                 for trial in near
                 if trial.samples < min(samples, int(effort.cap_us / (trial.median_us or 1.0)))
             ]
-            self._entrants.wait_for(again, self._limit)
+            self._entrants.wait_for(again, self._limit, self._aside)
             for number, config in enumerate(again):
                 if not self._limit.over:
                     ahead = again[number + 1 : number + 3]
@@ -221,6 +224,7 @@ class Contest:
         lab, problem = self._lab, self._problem
         while self._screened:
             finalists = self._finalists()
+            self._entrants.wait_for(finalists, self._limit, self._aside)
             self._prepare()
             samples = side_by_side(
                 lab, self._entrants, problem, finalists, "final", lab.effort.rounds, self._limit
@@ -273,17 +277,18 @@ class Contest:
 
         An earlier decision stands: it had its final.
         """
-        lab, trials = self._lab, self._screened
+        lab, entrants = self._lab, self._entrants
+        trials = {c: trial for c, trial in self._screened.items() if entrants.proven(c)}
         if not trials:
             return None
         if earlier := self._standing():
             return earlier
-        times = self._times()
+        times = {config: trial.median_us or 0.0 for config, trial in trials.items()}
 
         def interval(slower: Config, faster: Config) -> Interval:
             return spread_interval(trials[slower], trials[faster])
 
-        choice = choose(times, interval, self._default, self._entrants.resources)
+        choice = choose(times, interval, self._default, entrants.resources)
         digest = digest_of(self._problem, choice.winner)
         return lab.journal.decide(decision_of(self._problem, choice, times, self._default, digest))
 

@@ -1,8 +1,13 @@
-"""Entrants: the candidates of one group, each compiled and checked once, before it is timed."""
+"""Entrants: the candidates of one group, each compiled and checked once.
+
+Before it is timed, a candidate is checked on some of the small cases, for which half of its kernels
+are compiled; on the rest before it comes to a final. A search that may choose who was in no final,
+for its time is limited or it only predicts, has all of them checked at first.
+"""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import copy
 from dataclasses import dataclass, replace
@@ -11,6 +16,7 @@ from threading import RLock
 from typing import Self
 
 from autoflash.accuracy import Verdict
+from autoflash.check import Stage
 from autoflash.child import KILLED, OUT_OF_GPU_MEMORY, Failure
 from autoflash.config import Config
 from autoflash.effort import Effort, TimeLimit
@@ -72,7 +78,11 @@ class Entrants:
         self._lab, self.group = lab, group
         self._asked: dict[Config, Binary] = {}
         self._binaries: dict[Config, Binary] = {}
+        chooses_unproven = lab.limit.finite or lab.source != "measured"
+        self._first = None if chooses_unproven else Stage.SCREEN
         self._verdicts: dict[Config, Verdict] = {}
+        self._proofs: dict[Config, Future[Resources]] = {}
+        self._proven: set[Config] = set()
         self.resources: dict[Config, Resources] = {}
         self.failed: dict[Config, Trial] = {}
         self._failed_here: dict[tuple[Problem, Config], Trial] = {}
@@ -111,14 +121,41 @@ class Entrants:
         yield from (config for config in configs if config in tried)
         yield from self._compiled_of([c for c in configs if c not in tried], limit, meanwhile)
 
-    def wait_for(self, configs: Sequence[Config], limit: TimeLimit) -> None:
-        """Wait until they are compiled, those too that an earlier run tried and whose are gone."""
+    def wait_for(
+        self,
+        configs: Sequence[Config],
+        limit: TimeLimit,
+        meanwhile: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait until all of them is compiled, of those too that an earlier run tried.
+
+        `meanwhile` as of `ready`.
+        """
         with self._asking:
             for config in configs:
                 self._recall(config)
                 self._ask(config, Urgency.NOW)
-        for _ in self._compiled_of(configs, limit):
+        self.ask_proofs(configs, Urgency.NOW)
+        proofs = {config: proof for config in configs if (proof := self._proof_of(config))}
+        for _ in self._compiled_of(configs, limit, meanwhile):
             continue
+        for _ in _ending(proofs, limit, meanwhile):
+            continue
+
+    def ask_proofs(self, configs: Sequence[Config], urgency: Urgency) -> None:
+        """Have compiled what they are checked with before a final."""
+        if self._first is None:
+            return
+        with self._asking:
+            for config in configs:
+                binary = family_of(config.family).binary(config)
+                if binary in self._proofs:
+                    self._lab.pool.hurry(self._proofs[binary], urgency)
+                elif config not in self.failed:
+                    self._proofs[binary] = self._submit(config, urgency, Stage.FINAL)
+
+    def _proof_of(self, config: Config) -> Future[Resources] | None:
+        return self._proofs.get(family_of(config.family).binary(config))
 
     def _ask(self, config: Config, urgency: Urgency) -> None:
         if config in self._asked:
@@ -143,17 +180,9 @@ class Entrants:
         limit: TimeLimit,
         meanwhile: Callable[[], bool] = lambda: False,
     ) -> Iterator[Config]:
-        waiting = list(configs)
-        while waiting and not limit.over:
-            futures = {
-                config: self._asked[config].future for config in waiting if config in self._asked
-            }
-            ended = next((c for c in waiting if c not in futures or futures[c].done()), None)
-            if ended is not None:
-                waiting.remove(ended)
-                yield ended
-            elif not meanwhile():  # a limit without end is no argument for wait()
-                wait(futures.values(), min(limit.left_s, 3600.0), FIRST_COMPLETED)
+        futures = {c: self._asked[c].future for c in configs if c in self._asked}
+        yield from (config for config in configs if config not in futures)
+        yield from _ending(futures, limit, meanwhile)
 
     def _binary(self, config: Config, urgency: Urgency) -> Binary:
         """The config's binary, asked for if nobody did yet."""
@@ -162,12 +191,16 @@ class Entrants:
         if known is not None:
             self._lab.pool.hurry(known.future, urgency)
             return known
-        gpu, asked_at = self._lab.gpu, _now()
-        problems = [p for p in self.group.problems if why_refused(p, config, gpu) is None]
-        future = self._lab.pool.submit(problems, config, gpu, urgency)
+        asked_at = _now()
+        future = self._submit(config, urgency, self._first)
         binary = self._binaries[compiled] = Binary(future, asked_at)
         future.add_done_callback(binary.note_end)
         return binary
+
+    def _submit(self, config: Config, urgency: Urgency, stage: Stage | None) -> Future[Resources]:
+        gpu = self._lab.gpu
+        problems = [p for p in self.group.problems if why_refused(p, config, gpu) is None]
+        return self._lab.pool.submit(problems, config, gpu, urgency, stage)
 
     def upcoming(self, problem: Problem, configs: Sequence[Config]) -> Iterator[Config]:
         """Those that may be timed, as far as compiling tells, in the order of `ready`."""
@@ -206,7 +239,7 @@ class Entrants:
         return True
 
     def admit(self, problem: Problem, config: Config) -> bool:
-        """Whether the config compiled and is right; a failure is recorded as a trial."""
+        """Whether the config compiled and may be timed; a failure is recorded as a trial."""
         with self._turn(config):
             return self._admit(problem, config)
 
@@ -217,10 +250,39 @@ class Entrants:
             return True
         started = time.monotonic()
         try:
-            self._verdicts[config] = self._lab.worker.check(problem, config, self._lab.seed)
+            lab = self._lab
+            self._verdicts[config] = lab.worker.check(problem, config, lab.seed, self._first)
         except Failure as failure:
             self.fail(problem, config, "screen", failure, time.monotonic() - started)
             return False
+        return True
+
+    def proven(self, config: Config) -> bool:
+        """Whether it was found right on all small cases."""
+        return config in self._verdicts if self._first is None else config in self._proven
+
+    def prove(self, problem: Problem, config: Config, stage: str) -> bool:
+        """Whether the config, once asked to be proven, is right on all small cases.
+
+        A failure is recorded as a trial of this stage.
+        """
+        with self._turn(config):
+            return self._prove(problem, config, stage)
+
+    def _prove(self, problem: Problem, config: Config, stage: str) -> bool:
+        if self.is_out(problem, config):
+            return False
+        proof = self._proof_of(config)
+        if config in self._proven or proof is None:
+            return True
+        started = time.monotonic()
+        try:
+            proof.result()
+            self._lab.worker.check(problem, config, self._lab.seed, Stage.FINAL)
+        except Failure as failure:
+            self.fail(problem, config, stage, failure, time.monotonic() - started)
+            return False
+        self._proven.add(config)
         return True
 
     def fail(
@@ -276,6 +338,20 @@ class Entrants:
             return "the budget ended before a candidate was checked and timed"
         first = failed[0]
         return f"every candidate failed, first {first.config}: {first.status}: {first.error}"
+
+
+def _ending(
+    compiling: Mapping[Config, Future[Resources]], limit: TimeLimit, meanwhile: Callable[[], bool]
+) -> Iterator[Config]:
+    """Each as its compiling ends, until the limit; `meanwhile` as of `Entrants.ready`."""
+    waiting = dict(compiling)
+    while waiting and not limit.over:
+        ended = next((config for config, future in waiting.items() if future.done()), None)
+        if ended is not None:
+            del waiting[ended]
+            yield ended
+        elif not meanwhile():  # a limit without end is no argument for wait()
+            wait(waiting.values(), min(limit.left_s, 3600.0), FIRST_COMPLETED)
 
 
 def _verdict_of(trial: Trial) -> Verdict:

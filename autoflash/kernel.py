@@ -185,11 +185,10 @@ def plan_of(
 def compile_candidate(problem: Problem, config: Config, gpu: Gpu) -> Resources:
     """Compile the config's kernels as the problem would launch them on `gpu`, without a GPU.
 
-    Both with `lse` and without, which are different kernels; the resources are those without.
-    What is compiled lies in triton's cache afterwards, where a launch of the same plan finds it.
+    Without `lse`: with it they are others. What is compiled lies in triton's cache afterwards,
+    where a launch of the same plan finds it.
     Changes triton's active driver: for processes that only compile. Raises CompileError.
     """
-    precompile(problem, config, gpu, with_lse=True)
     kernels, workspace_bytes = _compiled(problem, config, gpu, with_lse=False, wide_rows=False)
     reports = [_resources(kernel, gpu) for kernel in kernels]
     return Resources(
@@ -216,7 +215,7 @@ def kernel_resources(problem: Problem, config: Config, gpu: Gpu) -> list[tuple[R
 def precompile(
     problem: Problem, config: Config, gpu: Gpu, with_lse: bool, wide_rows: bool = False
 ) -> None:
-    """The same for the cache alone: one of both, no resources, quick where it is there already.
+    """The same for the cache alone, with `lse` or without: quick where it is there already.
 
     `wide_rows` are strides of rows wider than head_dim, for which other kernels are compiled.
     """

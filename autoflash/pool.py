@@ -10,7 +10,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
 
-from autoflash.check import cases_of
+from autoflash.check import Stage, cases_of
 from autoflash.child import Child, ChildError, Failure, twice
 from autoflash.config import Config
 from autoflash.errors import AutoflashError
@@ -35,8 +35,13 @@ class Urgency(IntEnum):
 class Compiler(Protocol):
     """What a pool process serves."""
 
-    def compile(self, problems: Sequence[Problem], config: Config, gpu: Gpu) -> Resources:
-        """Compile for all problems of a group; the resources for the first."""
+    def compile(
+        self, problems: Sequence[Problem], config: Config, gpu: Gpu, stage: Stage | None
+    ) -> Resources:
+        """Compile what the stage, or both, need for all problems of a group.
+
+        The resources are those for the first problem.
+        """
         ...
 
 
@@ -44,7 +49,12 @@ class Pool(Protocol):
     """What compiles ahead of the GPUs."""
 
     def submit(
-        self, problems: Sequence[Problem], config: Config, gpu: Gpu, urgency: Urgency
+        self,
+        problems: Sequence[Problem],
+        config: Config,
+        gpu: Gpu,
+        urgency: Urgency,
+        stage: Stage | None,
     ) -> Future[Resources]:
         """The resources to come; the future raises Failure (`compile`, `timeout`)."""
         ...
@@ -64,17 +74,25 @@ class TritonCompiler:
     def __init__(self, with_cases: bool = True) -> None:
         self._with_cases = with_cases
 
-    def compile(self, problems: Sequence[Problem], config: Config, gpu: Gpu) -> Resources:
+    def compile(
+        self,
+        problems: Sequence[Problem],
+        config: Config,
+        gpu: Gpu,
+        stage: Stage | None = None,
+    ) -> Resources:
         try:
             resources = compile_candidate(problems[0], config, gpu)
-            if not self._with_cases or refused(resources, config, gpu):
+            if refused(resources, config, gpu):
                 return resources
-            for problem in problems[1:]:  # the same binaries again unless a number says otherwise
-                for with_lse in (False, True):  # as it is timed, and as it is checked
+            for wanted in Stage if stage is None else (stage,):
+                with_lse = wanted == Stage.FINAL  # at the real size: timed without, checked with
+                for problem in problems:  # the same binaries unless a number says otherwise
                     precompile(problem, config, gpu, with_lse)
-            for case in cases_of(problems[0]):
-                for with_lse in (True, False) if case.as_timed else (True,):
-                    precompile(case.problem, config, gpu, with_lse, case.wide_rows)
+                cases = cases_of(problems[0]) if self._with_cases else ()
+                for case in cases:
+                    if case.stage == wanted:
+                        precompile(case.problem, config, gpu, case.with_lse, case.wide_rows)
         except CompileError as error:
             raise Failure("compile", str(error)) from None
         return resources
@@ -146,13 +164,14 @@ class CompilePool:
         config: Config,
         gpu: Gpu,
         urgency: Urgency = Urgency.NOW,
+        stage: Stage | None = None,
     ) -> Future[Resources]:
         future: Future[Resources] = Future()
         with self._changed:
             if self._closed:
                 cancel(future)
                 return future
-            self._waiting[future] = _Job((tuple(problems), config, gpu), urgency)
+            self._waiting[future] = _Job((tuple(problems), config, gpu, stage), urgency)
             self._changed.notify()
         return future
 

@@ -35,8 +35,9 @@ def side_by_side(
     effort allows. Every config gets a trial of this stage.
     """
     entrants.wait_for(configs, limit)
+    proven = [config for config in configs if entrants.prove(problem, config, stage)]
     entered = {}
-    for config, after in zip(configs, (*configs[1:], None), strict=True):
+    for config, after in zip(proven, [*proven[1:], None], strict=False):
         trial = _enter(lab, entrants, problem, config, stage, after)
         if trial is not None:
             entered[config] = trial

@@ -26,7 +26,7 @@ from autoflash.bench import (
     sampled,
     sets_needed,
 )
-from autoflash.check import Checker, sample_rows
+from autoflash.check import Checker, Stage, sample_rows
 from autoflash.child import OUT_OF_GPU_MEMORY, Failure
 from autoflash.config import Config
 from autoflash.gpu import Gpu, detect
@@ -84,9 +84,11 @@ class CudaDevice(Checker):
     def gpu_s(self) -> float:
         return GPU_CLOCK.seconds
 
-    def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
+    def check(
+        self, problem: Problem, config: Config, seed: int, stage: Stage | None = None
+    ) -> Verdict:
         with failures(), GPU_CLOCK.counting():
-            return super().check(problem, config, seed)
+            return super().check(problem, config, seed, stage)
 
     def prepare(self, problem: Problem, seed: int) -> None:
         self.release()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from autoflash.accuracy import Verdict
 from autoflash.bench import Timing
 from autoflash.busy import Busy
+from autoflash.check import Stage
 from autoflash.child import Call, Child, Failure, twice
 from autoflash.config import Config
 from autoflash.errors import DeviceError
@@ -32,8 +33,11 @@ class CheckingDevice(Protocol):
         """Which GPU it is, and with what it works."""
         ...
 
-    def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
-        """Errors on small problems of the same kernels; a wrong result is a Failure."""
+    def check(self, problem: Problem, config: Config, seed: int, stage: Stage | None) -> Verdict:
+        """Errors on small problems of the same kernels; a wrong result is a Failure.
+
+        On those of the stage, or on all.
+        """
         ...
 
 
@@ -184,8 +188,11 @@ class Worker:
         self._attempt("prepare", problem, seed, deadline_s=self._deadlines.prepare_s)
         self._prepared = (problem, seed)
 
-    def check(self, problem: Problem, config: Config, seed: int) -> Verdict:
-        return self._attempt("check", problem, config, seed, deadline_s=self._deadlines.check_s)
+    def check(
+        self, problem: Problem, config: Config, seed: int, stage: Stage | None = None
+    ) -> Verdict:
+        asked = (problem, config, seed, stage)
+        return self._attempt("check", *asked, deadline_s=self._deadlines.check_s)
 
     def screen(
         self,

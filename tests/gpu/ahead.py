@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import combinations
 
+from autoflash.check import Stage
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.families.family import Family, space
@@ -47,7 +48,9 @@ class EveryKernel:
     def __init__(self, with_lse: Sequence[bool], wide_rows: int) -> None:
         self._with_lse, self._wide_rows = with_lse, wide_rows
 
-    def compile(self, problems: Sequence[Problem], config: Config, gpu: Gpu) -> Resources:
+    def compile(
+        self, problems: Sequence[Problem], config: Config, gpu: Gpu, stage: Stage | None
+    ) -> Resources:
         for problem in problems:
             for with_lse in self._with_lse:
                 precompile(problem, config, gpu, with_lse, self._wide_rows)  # pyright: ignore[reportArgumentType]

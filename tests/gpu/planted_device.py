@@ -51,9 +51,9 @@ class PlantedDevice(CudaDevice):
         super().__init__(index)
         self._faults, self._plans, self._at = dict(faults), 0, None
 
-    def check(self, problem, config, seed):
+    def check(self, problem, config, seed, stage=None):
         self._at = problem
-        return super().check(problem, config, seed)
+        return super().check(problem, config, seed, stage)
 
     def prepare(self, problem, seed):
         self._at = problem

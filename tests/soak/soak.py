@@ -27,6 +27,7 @@ sys.path[:0] = [str(HERE.parents[2]), *(str(HERE.parents[1] / part) for part in 
 
 from fake_device import SHORT, FakeCompiler, FakeDevice  # noqa: E402
 
+from autoflash.check import Stage  # noqa: E402
 from autoflash.config import Config  # noqa: E402
 from autoflash.families import family_of  # noqa: E402
 from autoflash.gpu import Gpu  # noqa: E402
@@ -117,9 +118,15 @@ class PlantedCompiler(TritonCompiler):
         super().__init__()
         self._faults = FakeCompiler(faults)
 
-    def compile(self, problems: Sequence[Problem], config: Config, gpu: Gpu) -> Resources:
+    def compile(
+        self,
+        problems: Sequence[Problem],
+        config: Config,
+        gpu: Gpu,
+        stage: Stage | None = None,
+    ) -> Resources:
         self._faults.meet(problems[0], config)
-        return super().compile(problems, config, gpu)
+        return super().compile(problems, config, gpu, stage)
 
 
 def _candidates(planted: list) -> Iterator[tuple[Candidate, str]]:

@@ -8,6 +8,7 @@ from threading import Lock
 
 from fake_device import GPU, TOOLCHAIN, FakeCompiler, FakeDevice
 
+from autoflash.check import Stage
 from autoflash.child import Failure
 from autoflash.errors import DeviceError
 from autoflash.gpu import known
@@ -18,7 +19,7 @@ LOST = "GPU 1: fell off the bus"
 
 
 class Calls:
-    """What all fakes of a test were asked, and by which GPU."""
+    """What all fakes of a test were asked for first trials, and by which GPU."""
 
     def __init__(self):
         self._lock = Lock()
@@ -48,13 +49,14 @@ class FleetDevice(FakeDevice):
     def uuid(self):
         return f"card {self._index}"
 
-    def check(self, problem, config, seed):
-        self._calls_of_all.note(self._calls_of_all.checks, self._index, problem, config)
+    def check(self, problem, config, seed, stage=None):
+        if stage != Stage.FINAL:
+            self._calls_of_all.note(self._calls_of_all.checks, self._index, problem, config)
         time.sleep(self._check_s)
         if self._lives is not None and len(self._calls_of_all.by(self._index)) > self._lives:
             self._calls_of_all.dead.add(self._index)
             raise Failure("runtime", "CUDA error: device lost", fatal=True)
-        return super().check(problem, config, seed)
+        return super().check(problem, config, seed, stage)
 
 
 class Here:
@@ -98,10 +100,11 @@ class HerePool:
     def __init__(self, calls, compiler, processes, deadline_s, environment):
         self._calls, self._compiler = calls, FakeCompiler()
 
-    def submit(self, problems, config, gpu, urgency):
-        self._calls.note(self._calls.compiled, gpu, tuple(problems), config)
+    def submit(self, problems, config, gpu, urgency, stage):
+        if stage != Stage.FINAL:
+            self._calls.note(self._calls.compiled, gpu, tuple(problems), config)
         future = Future()
-        future.set_result(self._compiler.compile(problems, config, gpu))
+        future.set_result(self._compiler.compile(problems, config, gpu, stage))
         return future
 
     def hurry(self, future, urgency):

@@ -23,7 +23,7 @@ class NotingCompiler:
     def __init__(self, go: Path, notes: Path) -> None:
         self._go, self._notes = go, notes
 
-    def compile(self, problems: object, config: object, gpu: object) -> Resources:
+    def compile(self, problems: object, config: object, *_: object) -> Resources:
         while not self._go.exists():
             time.sleep(0.01)
         with self._notes.open("a") as notes:

@@ -11,7 +11,7 @@ def interpreted_card():
     from autoflash.predict import InterpretedDevice
 
     class InterpretedCard(FakeDevice):
-        def check(self, problem, config, seed):
-            return InterpretedDevice(GPU).check(problem, config, seed)
+        def check(self, problem, config, seed, stage=None):
+            return InterpretedDevice(GPU).check(problem, config, seed, stage)
 
     return InterpretedCard()

@@ -27,14 +27,14 @@ class Asked:
     def __init__(self, *_):
         self.urgencies, self._jobs = {}, {}
 
-    def submit(self, problems, config, gpu, urgency):
+    def submit(self, problems, config, gpu, urgency, stage):
         future = Future()
-        self._jobs[future] = (problems, config, gpu)
+        self._jobs[future] = (problems, config, gpu, stage)
         self.hurry(future, urgency)
         return future
 
     def hurry(self, future, urgency):
-        _, config, _ = asked = self._jobs[future]
+        _, config, *_ = asked = self._jobs[future]
         self.urgencies.setdefault(config, []).append(urgency)
         if urgency == Urgency.NOW and not future.done():
             future.set_result(FakeCompiler().compile(*asked))
@@ -61,13 +61,13 @@ def test_the_last_problems_trials_are_asked_for_while_the_first_candidate_is_che
     seen = []
 
     class Busy(FakeDevice):
-        def check(self, problem, config, seed):
+        def check(self, problem, config, seed, stage=None):
             end = time.monotonic() + 10
             while not seen and time.monotonic() < end:
                 time.sleep(0.01)
                 asked = [config for config in list(pool.urgencies) if config.family == "decode"]
                 seen.extend(asked if len(asked) > QUICK // 2 else [])  # some share a binary
-            return super().check(problem, config, seed)
+            return super().check(problem, config, seed, stage)
 
     busy = replace(machine(), device=Busy)
     search(tmp_path / "tune.db", busy, PROBLEM, LONGER, DECODE, strategy="promising")

@@ -14,7 +14,7 @@ from test_tune import LONGER, PROBLEM, search, stored
 from autoflash.aside import wanted_elsewhere
 from autoflash.child import OUT_OF_GPU_MEMORY, Failure
 from autoflash.config import Config
-from autoflash.effort import EFFORTS
+from autoflash.effort import EFFORTS, TimeLimit
 from autoflash.entrants import Entrants
 from autoflash.groups import groups_of
 from autoflash.pool import Urgency
@@ -26,7 +26,7 @@ class Slow(Asked):
     """A pool whose compilers give the first few at once and keep a GPU waiting for the others."""
 
     def hurry(self, future, urgency):
-        _, config, _ = asked = self._jobs[future]
+        _, config, *_ = asked = self._jobs[future]
         self.urgencies.setdefault(config, []).append(urgency)
         if urgency == Urgency.NOW and not future.done():
             if len(self.urgencies) <= PROMPT:
@@ -105,7 +105,12 @@ class Known:
 
 def wanted(times, problem=PROBLEM, strategy="random", **known):
     lab = SimpleNamespace(
-        journal=Known(**known), gpu=GPU, effort=EFFORTS["quick"], strategy=strategy
+        journal=Known(**known),
+        gpu=GPU,
+        effort=EFFORTS["quick"],
+        strategy=strategy,
+        limit=TimeLimit(None),
+        source="measured",
     )
     (group,), _ = groups_of([PROBLEM, LONGER], GPU)
     return list(wanted_elsewhere(lab, Entrants(lab, group), problem, times))

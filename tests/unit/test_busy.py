@@ -55,9 +55,9 @@ class Clocked(FakeDevice):
     def gpu_s(self):
         return self._worked_s
 
-    def check(self, problem, config, seed):
+    def check(self, problem, config, seed, stage=None):
         self._worked_s += 10.0
-        return super().check(problem, config, seed)
+        return super().check(problem, config, seed, stage)
 
 
 def faulty():

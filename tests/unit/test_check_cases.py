@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoflash.check import cases_of, sample_rows, small_cases_of
+from autoflash.check import Stage, cases_of, sample_rows, small_cases_of
 from autoflash.families import serving
 from autoflash.gpu import known
 from autoflash.inputs import make_inputs
@@ -78,6 +78,21 @@ def test_cases_hold_what_has_broken_kernels_elsewhere(cases):
     assert {0, 1, 37} < {length for case in decode for length in case.lengths or ()}
 
 
+# Of prefill and of decode: with and without lse, ends of tiles, rows that see nothing, wide rows.
+def test_a_first_trial_comes_after_cases_with_every_edge_and_a_final_after_the_other_kernels():
+    for problem in (PREFILL, DECODE):
+        first, rest = (
+            [case for case in cases_of(problem) if case.stage == stage] for stage in Stage
+        )
+        assert {case.with_lse for case in first} == {True, False}
+        assert any(case.wide_rows for case in first)
+        assert all(case.with_lse for case in rest)
+        assert first[0].problem == rest[0].problem and first[0].lengths == rest[0].lengths
+        assert all(case.stage == Stage.SCREEN for case in small_cases_of(problem))
+    first = [case.problem for case in cases_of(PREFILL) if case.stage == Stage.SCREEN]
+    assert any(p.seqlen_q > p.seqlen_k for p in first) and any(p.seqlen_k % 16 for p in first)
+
+
 @pytest.mark.parametrize("cases", [cases_of, small_cases_of])
 def test_a_wide_window_is_narrowed_until_cases_have_keys_outside(cases):
     wide = replace(PREFILL, seqlen_q=8192, seqlen_k=8192, causal=False, window_left=4096)
@@ -101,8 +116,10 @@ def every_pair(case):
 )
 def test_the_case_run_as_timed_ends_in_a_tile_where_the_problem_does(seqlen_q, seqlen_k):
     problem = replace(PREFILL, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    (case,) = (case for case in cases_of(problem) if case.as_timed)
-    small = case.problem
+    timed, with_lse = cases_of(problem)[:2]
+    assert not timed.with_lse and with_lse.with_lse
+    small = timed.problem
+    assert small == with_lse.problem
     assert max(small.seqlen_q, small.seqlen_k) < 3 * 384
     for tile in (64, 128, 192):
         assert small.seqlen_q % tile == seqlen_q % tile

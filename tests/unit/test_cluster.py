@@ -87,7 +87,7 @@ def test_gpu_types_have_winners_of_their_own_and_compile_on_their_own_nodes(
     devices = [partial(FleetDevice, calls, 0), partial(FleetDevice, calls, 1, gpu=OTHER)]
     first, second = search(tmp_path, devices, PROBLEM, DECODE)
     assert {first.gpu, second.gpu} == {GPU, OTHER}
-    compiled = [(node, arguments[-1]) for node, name, arguments in ray.noted if name == "compile"]
+    compiled = [(node, arguments[-2]) for node, name, arguments in ray.noted if name == "compile"]
     assert {node for node, gpu in compiled if gpu == GPU} == {"a"}
     assert {node for node, gpu in compiled if gpu == OTHER} == {"b"}
     with Store.open(tmp_path / "tune.db", readonly=True) as store:
@@ -163,7 +163,7 @@ def pool_of(*sites):
 
 
 def submitted(pool, urgency=Urgency.AHEAD):
-    return pool.submit([PROBLEM], None, GPU, urgency)
+    return pool.submit([PROBLEM], None, GPU, urgency, None)
 
 
 def test_a_binary_is_there_once_every_node_has_answered_and_right_if_any_compiled_it():

@@ -94,10 +94,10 @@ def test_a_kernel_text_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp
 class StarvedCompiler(TritonCompiler):
     """Compiles where no file can grow."""
 
-    def compile(self, problems, config, gpu):
+    def compile(self, problems, config, gpu, stage=None):
         load(rendered_for(problems[0], config))
         with no_file_beyond(64):
-            return super().compile(problems, config, gpu)
+            return super().compile(problems, config, gpu, stage)
 
 
 def test_no_candidate_is_blamed_for_a_full_compile_cache(tmp_path):

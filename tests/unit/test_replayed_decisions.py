@@ -42,7 +42,9 @@ def trial(problem, config, stage, status, seconds, verdict=None):
     return Trial(problem, config, "digest", status, stage)
 
 
-ENTRANTS = SimpleNamespace(wait_for=lambda configs, limit: None, trial=trial)
+ENTRANTS = SimpleNamespace(
+    wait_for=lambda configs, limit: None, prove=lambda problem, config, stage: True, trial=trial
+)
 
 
 def decided(recorded, seed, effort):

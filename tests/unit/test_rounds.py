@@ -50,6 +50,7 @@ def raced(noise, stage="final", effort=EFFORT, dies=None, times=None):
     failed = Mock()
     entrants = SimpleNamespace(
         wait_for=Mock(),
+        prove=Mock(return_value=True),
         fail=failed,
         trial=lambda problem, config, stage, *_: Trial(problem, config, "d", "correct", stage),
     )
@@ -80,6 +81,7 @@ def test_between_the_finalists_the_process_goes_on_by_itself():
     worker = workers.Worker(Mock(), child=Process)
     entrants = SimpleNamespace(
         wait_for=Mock(),
+        prove=Mock(return_value=True),
         trial=lambda problem, config, stage, *_: Trial(problem, config, "d", "correct", stage),
     )
     lab = SimpleNamespace(worker=worker, journal=Mock(), gpu=GPU, effort=EFFORT, seed=7)
