@@ -72,7 +72,7 @@ def first_batch(lab: Lab, entrants: Entrants, problem: Problem) -> list[Config]:
 
 
 class Contest:
-    """One problem of a group. `limit` is its share of the search's time."""
+    """One problem of a group: first screened, then decided. `limit` is its share of the time."""
 
     def __init__(self, lab: Lab, entrants: Entrants, problem: Problem, limit: TimeLimit) -> None:
         self._lab, self._entrants, self._problem, self._limit = lab, entrants, problem, limit
@@ -80,18 +80,33 @@ class Contest:
         self._screened: dict[Config, Trial] = {}
         self._elsewhere: dict[Problem, Contest] = {}  # those that had trials aside
         self._too_large: set[Problem] = set()
+        self._failed = ""  # why the problem itself cannot be made
 
-    def run(self) -> Decision | None:
-        """The recorded decision; None when no candidate was both right and timed.
-
-        Raises Failure when the problem itself cannot be made, for want of memory.
-        """
+    def screen(self) -> None:
+        """Try what the strategy proposes, and the fastest for longer."""
         try:
             self._search()
             self._sharpen()
+        except LimitReached:
+            return
+        except Failure as failure:
+            self._failed = failure.reason
+
+    def decide(self) -> Decision | None:
+        """The recorded decision; None when no candidate was both right and timed."""
+        if self._failed:
+            return None
+        try:
             return self._earlier() or self._final()
         except LimitReached:
             return self._from_screening()
+        except Failure as failure:
+            self._failed = failure.reason
+            return None
+
+    def why_none(self) -> str:
+        """Why there is no decision."""
+        return self._failed or self._entrants.why_none()
 
     def time_default(self) -> None:
         """Screen the default alone, so that a search cut short still has an answer."""

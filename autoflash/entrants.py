@@ -104,6 +104,7 @@ class Entrants:
                 self._recall(config)
                 if not self._lab.journal.tried(problem, config):
                     self._ask(config, urgency)
+                    self.ask_proofs([config], Urgency.PERHAPS)
 
     def ready(
         self,

@@ -25,11 +25,12 @@ MOST_PROCESSES = 32  # each holds torch and triton, about half a gigabyte
 
 
 class Urgency(IntEnum):
-    """Whether a GPU waits for a binary, is about to, or will come to it some time."""
+    """Whether a GPU waits for a binary, is about to, will come to it some time, or perhaps."""
 
     NOW = 0
     SOON = 1
     AHEAD = 2
+    PERHAPS = 3
 
 
 class Compiler(Protocol):

@@ -93,6 +93,7 @@ class LiveView(Lines):
         self._problem, self._number, self._problems = "", 0, 1
         self._counts = (0, 0, 0.0, 0.0)
         self._percent = 0.0
+        self._share = 0.0  # of the problems, done
         if beside is not None:
             self._views, self._live = beside._views, beside._live
             self._views.append(self)
@@ -138,7 +139,8 @@ class LiveView(Lines):
         """Seconds left at the pace so far, never more than the budget leaves."""
         elapsed = time.monotonic() - self._started
         share = (max(self._number - 1, 0) + done / max(total, 1)) / self._problems
-        left = elapsed / share - elapsed if share > 0 else float("inf")
+        self._share = max(share, self._share)  # each problem is begun again for its final
+        left = elapsed / self._share - elapsed if self._share > 0 else float("inf")
         return min(left, float("inf") if self._budget_s is None else self._budget_s - elapsed)
 
 

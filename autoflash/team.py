@@ -16,7 +16,6 @@ from autoflash.errors import DeviceError
 from autoflash.groups import Group
 from autoflash.problem import Problem
 from autoflash.records import Decision
-from autoflash.tune import decide
 from autoflash.worker import LimitReached
 
 
@@ -130,7 +129,10 @@ class Team:
             number = self._problems - left + 1
         lab.progress.begin(task.problem, number, self._problems)
         share = math.ceil(left / self._alive)
-        decision, why = decide(lab, entrants, task.problem, share)
+        contest = Contest(lab, entrants, task.problem, lab.limit.share(share))
+        contest.screen()
+        decision = contest.decide()
+        why = "" if decision else contest.why_none()
         if self._desk.closed:  # then it was stopped and came to no end of its own
             raise Stopped
         lab.progress.decided(task.problem, decision, why)

@@ -252,18 +252,38 @@ def _contests(
     decisions: list[Decision] = []
     undecided: list[tuple[Problem, str]] = []
     for entrants in all_entrants:
-        of_group = []
-        for problem in entrants.group.problems:
-            number = len(decisions) + len(undecided) + len(of_group)
-            lab.progress.begin(problem, number + 1, problems)
-            decision, why = decide(lab, entrants, problem, problems - number)
-            lab.progress.decided(problem, decision, why)
-            if decision:
-                of_group.append(decision)
-            else:
-                undecided.append((problem, why))
+        of_group: list[Decision] = []
+        group = entrants.group.problems
+        # all are screened before the first final: meanwhile what finals need is compiled; but where
+        # the time ends early, some are decided
+        for together in [(p,) for p in group] if lab.limit.finite else [group]:
+            first = len(decisions) + len(undecided) + len(of_group) + 1
+            for problem, decision, why in _decided(lab, entrants, together, first, problems):
+                if decision:
+                    of_group.append(decision)
+                else:
+                    undecided.append((problem, why))
         decisions += cross(lab, entrants, of_group) if lab.effort.cross_rounds else of_group
     return decisions, undecided
+
+
+def _decided(
+    lab: Lab, entrants: Entrants, together: Sequence[Problem], first: int, problems: int
+) -> Iterator[tuple[Problem, Decision | None, str]]:
+    """Each with its decision, or why there is none; `first` is the number of the first problem."""
+    numbered = list(enumerate(together, first))
+    contests = {}
+    for number, problem in numbered:
+        lab.progress.begin(problem, number, problems)
+        share = lab.limit.share(problems - number + 1)
+        contests[problem] = Contest(lab, entrants, problem, share)
+        contests[problem].screen()
+    for number, problem in numbered:
+        lab.progress.begin(problem, number, problems)
+        decision = contests[problem].decide()
+        why = "" if decision else contests[problem].why_none()
+        lab.progress.decided(problem, decision, why)
+        yield problem, decision, why
 
 
 def _time_defaults(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> None:
@@ -275,17 +295,6 @@ def _time_defaults(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> None:
             return
         except Failure:  # the problem's own contest will tell
             continue
-
-
-def decide(
-    lab: Lab, entrants: Entrants, problem: Problem, problems_left: int
-) -> tuple[Decision | None, str]:
-    """The decision on a problem, or why there is none."""
-    try:
-        decision = Contest(lab, entrants, problem, lab.limit.share(problems_left)).run()
-    except Failure as failure:
-        return None, failure.reason
-    return decision, "" if decision else entrants.why_none()
 
 
 @contextmanager

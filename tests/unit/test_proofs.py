@@ -3,8 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from fake_device import FakeDevice, machine
-from test_tune import LONGER, PROBLEM, search, trials, tried
+from test_tune import LONGER, PROBLEM, search, stored, trials, tried
 
 from autoflash.check import Stage
 
@@ -57,3 +58,21 @@ def test_a_search_that_may_end_at_any_moment_checks_everything_at_first(tmp_path
     search(db, machine({best: "wrong@proof"}, {best: 10.0}), budget_s=3600.0)
     (failed,) = (trial for trial in trials(db) if trial.status == "correctness")
     assert (failed.config, failed.stage) == (best, "screen")
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "one_by_one"), [(None, False), (3600.0, True)], ids=["endless", "limited"]
+)
+def test_without_a_limit_a_group_is_screened_before_its_first_final(tmp_path, budget_s, one_by_one):
+    db = tmp_path / "tune.db"
+    search(db, machine(), PROBLEM, LONGER, budget_s=budget_s)
+    made = stored(
+        db,
+        "SELECT t.stage, p.seqlen_k FROM trials t JOIN problems p ON p.id = t.problem_id "
+        "ORDER BY t.id",
+    )
+    last = max(i for i, (stage, _) in enumerate(made) if stage == "screen")
+    first_final = [stage for stage, _ in made].index("final")
+    assert (first_final < last) == one_by_one
+    finals = [length for stage, length in made if stage == "final"]
+    assert set(finals) == {PROBLEM.seqlen_k, LONGER.seqlen_k}
