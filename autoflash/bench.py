@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -126,13 +127,27 @@ class CallGraph:
 
     def sample(self, replays: int = 1) -> float:
         """Microseconds per call over some replays, one after another."""
-        return sampled([(self, replays)])[0]
+        return sampled([Burst(self, replays)])[0]
 
 
-def sampled(
-    graphs: Sequence[tuple[CallGraph, int]], meanwhile: Callable[[], None] = lambda: None
-) -> list[float]:
-    """A sample of each (graph, replays), in microseconds per call, with no pause between them."""
+@dataclass(frozen=True)
+class Burst:
+    """How a graph is sampled: replayed `lead` times untimed, then `replays` times."""
+
+    graph: CallGraph
+    replays: int
+    lead: int = 0
+
+    @classmethod
+    def of(cls, graph: CallGraph, call_us: float, lead_us: float = 0.0) -> Self:
+        """Replays that make a sample long enough to be told from noise, after about `lead_us`."""
+        return cls(
+            graph, replays_for(call_us, graph.calls), math.ceil(lead_us / (call_us * graph.calls))
+        )
+
+
+def sampled(bursts: Sequence[Burst], meanwhile: Callable[[], None] = lambda: None) -> list[float]:
+    """A sample of each, in microseconds per call, with no pause between them."""
 
     def replaying(graph: CallGraph, replays: int) -> Callable[[], None]:
         def work() -> None:
@@ -141,10 +156,9 @@ def sampled(
 
         return work
 
-    taken = events_us([replaying(*each) for each in graphs], GRAPH_LEAD_CYCLES, meanwhile)
-    return [
-        us / (replays * graph.calls) for us, (graph, replays) in zip(taken, graphs, strict=True)
-    ]
+    works = [replaying(b.graph, n) for b in bursts for n in (b.lead, b.replays)]
+    timed = events_us(works, GRAPH_LEAD_CYCLES, meanwhile)[1::2]
+    return [us / (b.replays * b.graph.calls) for us, b in zip(timed, bursts, strict=True)]
 
 
 def replays_for(call_us: float, calls: int) -> int:

@@ -23,13 +23,14 @@ from autoflash.pool import Urgency
 from autoflash.problem import Problem
 from autoflash.promise import by_promise, lost_nearby, transferred_to
 from autoflash.records import Decision, Trial
-from autoflash.rounds import side_by_side, with_times
+from autoflash.rounds import heat, side_by_side, with_times
 from autoflash.search import Proposals, likely_next, strategy_for
 from autoflash.search.exhaustive import exhaustive
 from autoflash.worker import LimitReached
 
 SCREENING_SHARE = 0.65  # of a problem's time, where there is a limit; the rest is the final's
 ASIDE = 8  # trials on another shape, before it is seen whether a compiler is done
+SHARPENED = 2  # times as many as finalists, at least, meet in turn before some of them are chosen
 GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed any further
 
 
@@ -194,20 +195,36 @@ class Contest:
         return True
 
     def _sharpen(self) -> None:
-        """The higher rungs: more samples for those whose times overlap the best's."""
-        effort = self._lab.effort
-        for samples in effort.rungs[1:]:
-            near = overlapping(list(self._screened.values()), effort.finalists)
-            again = [
-                trial.config
-                for trial in near
-                if trial.samples < min(samples, int(effort.cap_us / (trial.median_us or 1.0)))
-            ]
-            self._entrants.wait_for(again, self._limit, self._aside)
-            for number, config in enumerate(again):
-                if not self._limit.over:
-                    ahead = again[number + 1 : number + 3]
-                    self._time(config, samples, effort.cap_us, time.monotonic(), ahead)
+        """The higher rungs: those whose times overlap the best's in turn, at least so many."""
+        effort, at_least = self._lab.effort, SHARPENED * self._lab.effort.finalists
+        for rung in range(1, len(effort.rungs)):
+            near = overlapping(self._sharpest(), at_least)
+            again = [trial for trial in near if not self._reached(rung, trial)]
+            if again and not self._limit.over:
+                self._heat([trial.config for trial in near], rung, near[0].median_us or 0.0)
+            at_least = effort.finalists
+
+    def _heat(self, configs: Sequence[Config], rung: int, about_us: float) -> None:
+        entrants, problem = self._entrants, self._problem
+        entrants.wait_for(configs, self._limit, self._aside)
+        self._prepare()
+        rounds = self._lab.effort.samples(rung, about_us)
+        trials = heat(self._lab, entrants, problem, configs, rounds, self._limit)
+        self._screened |= {trial.config: trial for trial in trials}
+        for config in configs:
+            if entrants.is_out(problem, config):
+                self._screened.pop(config, None)
+
+    def _sharpest(self) -> list[Trial]:
+        """The trials of those sampled in turn, or all where none was: times that compare."""
+        every = list(self._screened.values())
+        return [trial for trial in every if self._reached(1, trial)] or every
+
+    def _reached(self, rung: int, trial: Trial) -> bool:
+        """Whether it has the samples of this rung, or the rung below already had them all."""
+        us, effort = trial.median_us or 0.0, self._lab.effort
+        below = effort.samples(rung - 1, us)
+        return trial.samples > below or effort.samples(rung, us) <= below
 
     def _time(
         self,
@@ -241,8 +258,9 @@ class Contest:
             finalists = self._finalists()
             self._entrants.wait_for(finalists, self._limit, self._aside)
             self._prepare()
+            about_us, limit = self._screened[finalists[0]].median_us or 0.0, self._limit
             samples = side_by_side(
-                lab, self._entrants, problem, finalists, "final", lab.effort.rounds, self._limit
+                lab, self._entrants, problem, finalists, "final", about_us, limit
             )
             if samples and len(next(iter(samples.values()))) < FEWEST_ROUNDS:
                 return self._from_screening()
@@ -256,7 +274,7 @@ class Contest:
 
     def _finalists(self) -> list[Config]:
         """The fastest of the screening, the default unless it failed, an earlier run's winner."""
-        ranked = sorted(self._screened.values(), key=lambda t: (t.median_us or 0.0, t.config))
+        ranked = sorted(self._sharpest(), key=lambda t: (t.median_us or 0.0, t.config))
         finalists = [trial.config for trial in ranked[: self._lab.effort.finalists]]
         if self._default in self._screened:
             finalists.append(self._default)

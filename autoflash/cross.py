@@ -13,10 +13,8 @@ from autoflash.entrants import Entrants, Lab
 from autoflash.families import why_refused
 from autoflash.groups import digest_of
 from autoflash.records import Decision
-from autoflash.rounds import side_by_side
+from autoflash.rounds import Samples, side_by_side
 from autoflash.worker import LimitReached
-
-Samples = dict[Config, list[float]]  # microseconds of each config, sample i from round i
 
 
 def cross(lab: Lab, entrants: Entrants, decisions: Sequence[Decision]) -> list[Decision]:
@@ -38,8 +36,7 @@ def crossed(
     others = _others(lab, entrants, decision, decisions)
     if not others or lab.limit.over:
         return decision
-    rounds = lab.effort.cross_rounds
-    samples = _beside(lab, entrants, decision, others, "cross", rounds)
+    samples = _beside(lab, entrants, decision, others, "cross")
     if samples is None:
         return decision
     added = lab.journal.decide(replace(decision, times=_times(decision, samples)))
@@ -52,7 +49,7 @@ def _challenged(
 ) -> Decision:
     """The decision after a final of the winner, the default and the challengers."""
     configs = [config for config in (decision.default, *challengers) if config != decision.winner]
-    samples = _beside(lab, entrants, decision, configs, "final", lab.effort.rounds)
+    samples = _beside(lab, entrants, decision, configs, "final")
     if samples is None or len(samples[decision.winner]) < FEWEST_ROUNDS:
         return decision
     default = decision.default
@@ -88,14 +85,13 @@ def _beside(
     decision: Decision,
     configs: Sequence[Config],
     stage: str,
-    rounds: int,
 ) -> Samples | None:
     """Samples of the winner and the configs, round by round; None without the winner's."""
-    problem = decision.problem
+    problem, about_us = decision.problem, decision.winner_us
     together = [decision.winner, *configs]
     try:
         lab.worker.prepare(problem, lab.seed)
-        samples = side_by_side(lab, entrants, problem, together, stage, rounds, lab.limit)
+        samples = side_by_side(lab, entrants, problem, together, stage, about_us, lab.limit)
     except (Failure, LimitReached):
         return None
     return samples if samples.get(decision.winner) else None

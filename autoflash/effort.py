@@ -10,12 +10,14 @@ from autoflash.errors import AutoflashError
 class Effort:
     """`max_candidates` are tried on the first shape of a group, `max_climbed` on the others.
 
-    `rungs` are the samples of each successive screening, the first for every candidate.
+    `rungs` are the samples of each successive screening: on the first one every candidate's, alone,
+    on a higher one those of the fastest, in turn.
 
     All samples of a candidate on the first rung are cut to `first_cap_us` of GPU time, those of a
-    higher one to `cap_us`; each sample of finals and of cross timing to `sample_cap_us`. At least
-    one launch is made. A final of `rounds` goes on for up to `prolonged_s` where it leaves open
-    what it was held for.
+    higher one to `cap_us`; each sample of a higher rung, of finals and of cross timing to
+    `sample_cap_us`. At least one launch is made. A final of `rounds`, or of `led_rounds` where each
+    sample comes after `lead_us` of the config itself, goes on for up to `prolonged_s` where it
+    leaves open what it was held for.
     """
 
     name: str
@@ -30,14 +32,23 @@ class Effort:
     cap_us: float = 100_000.0
     first_cap_us: float = 25_000.0
     sample_cap_us: float = 10_000.0
+    led_rounds: int = 5
+    lead_us: float = 40_000.0
     prolonged_s: float = 2.0
+
+    def samples(self, rung: int, us: float) -> int:
+        """Of a candidate on a rung, where a call takes so long; at least one."""
+        if rung >= len(self.rungs):
+            return self.samples(len(self.rungs) - 1, us)
+        cap_us = self.first_cap_us if rung == 0 else self.cap_us
+        return max(1, min(self.rungs[rung], int(cap_us / max(us, 0.1))))
 
 
 EFFORTS = {
     effort.name: effort
     for effort in (
         Effort("quick", 32, 16, (3,), 3, 7, 0, 0, prolonged_s=0.5),
-        Effort("standard", 200, 64, (5, 16), 6, 11, 3, 12),
+        Effort("standard", 200, 64, (5, 8), 6, 11, 3, 12),
         Effort("max", 100_000, 100_000, (5, 16, 64, 256), 10, 31, 7, 32, prolonged_s=30.0),
     )
 }

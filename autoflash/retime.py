@@ -13,7 +13,7 @@ from autoflash.gpu import Gpu
 from autoflash.groups import digest_of
 from autoflash.problem import Problem
 from autoflash.records import Winner
-from autoflash.rounds import rounds_of
+from autoflash.rounds import pace_of_final, rounds_of
 from autoflash.toolchain import Toolchain
 from autoflash.worker import Worker
 
@@ -92,8 +92,10 @@ def _retimed(
     winner: Winner, gpu: Gpu, toolchain: Toolchain, worker: Worker, seed: int, effort: Effort
 ) -> Retimed:
     problem, failed = winner.decision.problem, {}
-    armed = list(_armed(winner, gpu, worker, seed, effort, failed))
-    samples = _rounds(armed, worker, seed, effort, failed)
+    rounds, lead_us = pace_of_final(problem, winner.decision.winner_us, gpu, effort)
+    way = (effort.sample_cap_us, lead_us)
+    armed = list(_armed(winner, gpu, worker, seed, way, failed))
+    samples = _rounds(armed, worker, seed, rounds, way, failed)
     best, times = None, {}
     if samples:
         default = serving(problem, gpu)[0].default(problem, gpu)
@@ -115,7 +117,7 @@ def _armed(
     gpu: Gpu,
     worker: Worker,
     seed: int,
-    effort: Effort,
+    way: tuple[float, float],
     failed: dict[Config, str],
 ) -> Iterator[Config]:
     """The entrants that are right, ready to be sampled; the others go to `failed`."""
@@ -132,7 +134,7 @@ def _armed(
         try:
             worker.check(problem, config, seed)
             worker.check_full(config, seed)
-            worker.arm(config, effort.sample_cap_us)
+            worker.arm(config, *way)
         except Failure as failure:
             failed[config] = str(failure)
         else:
@@ -140,14 +142,19 @@ def _armed(
 
 
 def _rounds(
-    configs: list[Config], worker: Worker, seed: int, effort: Effort, failed: dict[Config, str]
+    configs: list[Config],
+    worker: Worker,
+    seed: int,
+    rounds: int,
+    way: tuple[float, float],
+    failed: dict[Config, str],
 ) -> dict[Config, list[float]]:
     """Sample i of each config from round i, in random order each; who fails is out."""
     samples: dict[Config, list[float]] = {config: [] for config in configs}
     order = random.Random(seed)
-    for _ in range(effort.rounds):
+    for _ in range(rounds):
         one_round = order.sample(sorted(samples), len(samples))
-        rows, failing = rounds_of(worker, [one_round], effort.sample_cap_us)
+        rows, failing = rounds_of(worker, [one_round], *way)
         for config, failure in failing.items():
             failed[config] = str(failure)
             del samples[config]

@@ -1,22 +1,38 @@
-"""Rounds: candidates checked at the real size, then sampled in turn, in random order each round."""
+"""Rounds: candidates sampled in turn, in random order each round.
+
+What a card's clock does to one of them it does to all. But where products keep a card at its power
+limit, those that take less power would be given the clock of those that take more: in finals of
+long calls each sample is of a card that has run its own config for a while (`lead_us`).
+"""
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.decision import quantiles, unsettled
-from autoflash.effort import TimeLimit
+from autoflash.effort import Effort, TimeLimit
 from autoflash.entrants import Entrants, Lab
+from autoflash.gpu import Gpu
 from autoflash.problem import Problem
 from autoflash.records import Clocks, Trial
+from autoflash.roofline import floor
 from autoflash.worker import Worker
 
 BRAKED_TRIES = 2  # rounds tried for each round wanted, where heat or power spoil some
 TOGETHER = 4  # rounds asked of a worker at once
 PROLONGED = 7  # times at most that a final goes on, as long as it was, for those left unsettled
+LONG_US = 400.0  # a call that lasts so long, and others beside it, finds a card at its power limit
+
+Samples = dict[Config, list[float]]  # microseconds of each config, sample i from round i
+
+
+def pace_of_final(problem: Problem, about_us: float, gpu: Gpu, effort: Effort) -> tuple[int, float]:
+    """Rounds of a final, and for how long each sample is led, where a call takes `about_us`."""
+    powerful = floor(problem, gpu).bound == "compute" and about_us >= LONG_US
+    return (effort.led_rounds, effort.lead_us) if powerful else (effort.rounds, 0.0)
 
 
 def side_by_side(
@@ -25,32 +41,59 @@ def side_by_side(
     problem: Problem,
     configs: Sequence[Config],
     stage: str,
-    rounds: int,
+    about_us: float,
     limit: TimeLimit,
-) -> dict[Config, list[float]]:
-    """Microseconds per call of the configs that stay right, sample i of each from round i.
+) -> Samples:
+    """Microseconds per call of the configs that are and stay right, at the real size too.
 
-    The worker must have prepared the problem. A round in which heat or the power supply slowed the
-    card counts for nobody. A final goes on for those whom it leaves unsettled, for as long as the
-    effort allows. Every config gets a trial of this stage.
+    The worker must have prepared the problem, of which a call takes `about_us`. A round in which
+    heat or the power supply slowed the card counts for nobody. A `final` goes on for those whom it
+    leaves unsettled, for as long as the effort allows. Every config gets a trial of this stage,
+    which is that or `cross`.
     """
+    rounds, lead_us = lab.effort.cross_rounds, 0.0
+    if stage == "final":
+        rounds, lead_us = pace_of_final(problem, about_us, lab.gpu, lab.effort)
     entrants.wait_for(configs, limit)
     proven = [config for config in configs if entrants.prove(problem, config, stage)]
     entered = {}
     for config, after in zip(proven, [*proven[1:], None], strict=False):
-        trial = _enter(lab, entrants, problem, config, stage, after)
+        trial = _enter(lab, entrants, problem, config, stage, lead_us, after)
         if trial is not None:
             entered[config] = trial
-    race = Race(lab, entrants, problem, stage, list(entered))
+    race = Race(lab, entrants, problem, stage, list(entered), lead_us)
     race.run(list(entered), rounds, limit)
     if stage == "final":
         _prolong(race, rounds, limit.at_most(lab.effort.prolonged_s))
-    samples = race.samples
-    clocks = lab.worker.disarm()
-    for config, taken in samples.items():
-        if taken:
-            lab.journal.record(with_times(entered[config], "graph", taken, clocks))
-    return samples
+    race.end(entered)
+    return race.samples
+
+
+def heat(
+    lab: Lab,
+    entrants: Entrants,
+    problem: Problem,
+    configs: Sequence[Config],
+    rounds: int,
+    limit: TimeLimit,
+) -> list[Trial]:
+    """Trials of the screening once more, in turn: alone, each found the card at another clock.
+
+    The worker must have prepared the problem.
+    """
+    entered = {}
+    for config in configs:
+        started = time.monotonic()
+        try:
+            lab.worker.arm(config, lab.effort.sample_cap_us)
+        except Failure as failure:
+            entrants.fail(problem, config, "screen", failure, time.monotonic() - started)
+        else:
+            seconds = time.monotonic() - started
+            entered[config] = entrants.trial(problem, config, "screen", "correct", seconds)
+    race = Race(lab, entrants, problem, "screen", list(entered))
+    race.run(list(entered), rounds, limit)
+    return race.end(entered)
 
 
 def with_times(trial: Trial, regime: str, samples: Sequence[float], clocks: Clocks) -> Trial:
@@ -73,6 +116,7 @@ def _enter(
     problem: Problem,
     config: Config,
     stage: str,
+    lead_us: float,
     after: Config | None,
 ) -> Trial | None:
     """The config's trial, without times yet, once it is right at the real size and armed.
@@ -82,8 +126,8 @@ def _enter(
     started = time.monotonic()
     try:
         cap_us = lab.effort.sample_cap_us
-        verdict = lab.worker.check_full(config, lab.seed, cap_us)
-        lab.worker.arm(config, cap_us, (after, lab.seed) if after else None)
+        verdict = lab.worker.check_full(config, lab.seed, (cap_us, lead_us))
+        lab.worker.arm(config, cap_us, lead_us, (after, lab.seed) if after else None)
     except Failure as failure:
         entrants.fail(problem, config, stage, failure, time.monotonic() - started)
         return None
@@ -94,12 +138,19 @@ class Race:
     """Armed configs sampled in turn, in random order each round; who fails is out."""
 
     def __init__(
-        self, lab: Lab, entrants: Entrants, problem: Problem, stage: str, configs: list[Config]
+        self,
+        lab: Lab,
+        entrants: Entrants,
+        problem: Problem,
+        stage: str,
+        configs: list[Config],
+        lead_us: float = 0.0,
     ) -> None:
         self._lab, self._entrants = lab, entrants
         self._problem, self._stage = problem, stage
+        self._lead_us = lead_us
         self._order = random.Random(lab.seed)
-        self.samples: dict[Config, list[float]] = {config: [] for config in configs}
+        self.samples: Samples = {config: [] for config in configs}
 
     def run(self, configs: list[Config], rounds: int, limit: TimeLimit) -> list[Config]:
         """Those of the configs left after so many more rounds; nobody if there was no time."""
@@ -116,7 +167,7 @@ class Race:
     def _rounds(self, orders: list[list[Config]]) -> None:
         started = time.monotonic()
         lab = self._lab
-        rows, failed = rounds_of(lab.worker, orders, lab.effort.sample_cap_us)
+        rows, failed = rounds_of(lab.worker, orders, lab.effort.sample_cap_us, self._lead_us)
         for config, failure in failed.items():
             seconds = time.monotonic() - started
             self._entrants.fail(self._problem, config, self._stage, failure, seconds)
@@ -125,9 +176,18 @@ class Race:
             for config, us in row.items():
                 self.samples[config].append(us)
 
+    def end(self, entered: Mapping[Config, Trial]) -> list[Trial]:
+        """Their trials, recorded with what was sampled."""
+        clocks = self._lab.worker.disarm()
+        return [
+            self._lab.journal.record(with_times(entered[config], "graph", taken, clocks))
+            for config, taken in self.samples.items()
+            if taken
+        ]
+
 
 def rounds_of(
-    worker: Worker, orders: Sequence[Sequence[Config]], cap_us: float
+    worker: Worker, orders: Sequence[Sequence[Config]], cap_us: float, lead_us: float = 0.0
 ) -> tuple[list[dict[Config, float]], dict[Config, Failure]]:
     """The samples of each round that heat and power let count, and those configs that failed.
 
@@ -139,18 +199,18 @@ def rounds_of(
         rows = [dict(zip(order, row, strict=True)) for order, (row, braked) in taken if not braked]
         return rows, {}
     except Failure:
-        return _one_by_one(worker, orders[0], cap_us)
+        return _one_by_one(worker, orders[0], cap_us, lead_us)
 
 
 def _one_by_one(
-    worker: Worker, configs: Sequence[Config], cap_us: float
+    worker: Worker, configs: Sequence[Config], cap_us: float, lead_us: float
 ) -> tuple[list[dict[Config, float]], dict[Config, Failure]]:
     row: dict[Config, float] = {}
     failed: dict[Config, Failure] = {}
     slowed = False
     for config in configs:
         try:
-            worker.arm(config, cap_us)
+            worker.arm(config, cap_us, lead_us)
             [((row[config],), braked)] = worker.sample([[config]])
             slowed |= braked
         except Failure as failure:

@@ -35,7 +35,7 @@ from autoflash.toolchain import Toolchain, detect_toolchain
 from autoflash.worker import DEADLINES, Deadlines, Device, LimitReached, Worker
 from autoflash.workload import Workload
 
-PROTOCOL = "3: CUDA graphs over rotating buffers beyond twice the L2 cache, paired rounds"
+PROTOCOL = "4: as 3, finals of long products led: each sample after 40 ms of its own config"
 NO_GPU = "No GPU here: kernels are compiled for {}, checked in an interpreter and only predicted"
 
 

@@ -29,15 +29,17 @@ from statistics import mean, median
 from harness import case_result, geometric_mean, write_results
 
 from autoflash.cards import open_card
+from autoflash.check import Stage
 from autoflash.config import Config
 from autoflash.decision import paired_interval
 from autoflash.effort import EFFORTS
 from autoflash.gpu import DEFAULT_TARGET, Gpu, known
 from autoflash.model import predicted_us
-from autoflash.pool import CompilePool, TritonCompiler
+from autoflash.pool import CompilePool, TritonCompiler, Urgency
 from autoflash.problem import Problem, title
 from autoflash.promise import by_promise
 from autoflash.records import Decision, Resources
+from autoflash.rounds import Samples, pace_of_final
 from autoflash.scratch import scratch_cache
 from autoflash.search.recorded import Recorded, read_table, recorded_from, write_table
 from autoflash.search.replay import (
@@ -55,15 +57,13 @@ TABLE = Path(__file__).parents[1] / "tests" / "data" / "recorded-NVIDIA_H200.jso
 TRIALS = (8, 16, 24, 32)
 SEEDS = range(10)
 LIVE_SEEDS = range(3)
-ROUNDS = 62  # of the re-timed table
+ROUNDS, LED_ROUNDS = 62, 20  # of the re-timed table
 ROUND_US = 10_000.0  # of GPU time, at most, for one config in one round
 RETIMED = 10  # of the exhaustive search's finalists
 # Every candidate, and the finalists for long; other shapes' finalists are candidates anyway.
 EXHAUSTIVE = replace(
     EFFORTS["max"], name="exhaustive", rungs=(5, 16, 64), prolonged_s=5.0, cross_rounds=0
 )
-
-Samples = dict[Config, list[float]]  # microseconds of each config, sample i from round i
 
 
 def prefill(batch: int, seqlen: int, causal: bool = False, head_dim: int = 128) -> Problem:
@@ -201,22 +201,33 @@ def retimed(
         closing(CompilePool(compiler, environment=scratch)) as pool,
         closing(Worker(partial(open_card, 0), Deadlines(), environment=scratch)) as worker,
     ):
-        asked = [pool.submit([p], config, gpu) for p, cs in contenders.items() for config in cs]
+        asked = [
+            pool.submit([p], config, gpu, Urgency.NOW, Stage.SCREEN)
+            for p, cs in contenders.items()
+            for config in cs
+        ]
         for future in asked:
             future.result()
         return {
-            problem: _in_turn(worker, problem, configs, seed)
+            problem: _in_turn(worker, problem, configs, gpu, seed)
             for problem, configs in contenders.items()
         }
 
 
-def _in_turn(worker: Worker, problem: Problem, configs: Sequence[Config], seed: int) -> Samples:
+def _in_turn(
+    worker: Worker, problem: Problem, configs: Sequence[Config], gpu: Gpu, seed: int
+) -> Samples:
+    """At the pace of a final: long products are led."""
     samples: Samples = {config: [] for config in configs}
     order = random.Random(seed)
     worker.prepare(problem, seed)
     for config in configs:
         worker.arm(config, ROUND_US)
-    for _ in range(ROUNDS):
+    ((taken, _),) = worker.sample([configs])
+    _, lead_us = pace_of_final(problem, min(taken), gpu, EXHAUSTIVE)
+    for config in configs if lead_us else ():
+        worker.arm(config, ROUND_US, lead_us)
+    for _ in range(LED_ROUNDS if lead_us else ROUNDS):
         row = order.sample(list(configs), len(configs))
         ((taken, braked),) = worker.sample([row])
         for config, us in () if braked else zip(row, taken, strict=True):

@@ -7,8 +7,10 @@ from unittest.mock import Mock
 import pytest
 from recorded_tables import TABLE
 
+from autoflash.contest import SHARPENED
 from autoflash.decision import choose_by_rounds, quantiles
 from autoflash.effort import EFFORTS, TimeLimit
+from autoflash.gpu import known
 from autoflash.records import Clocks, Trial
 from autoflash.rounds import side_by_side
 
@@ -25,7 +27,7 @@ class Gpu:
     def check_full(self, config, seed, cap_us=None):
         pass
 
-    def arm(self, config, cap_us, after=None):
+    def arm(self, config, cap_us, lead_us=0.0, after=None):
         pass
 
     def sample(self, rounds):
@@ -50,18 +52,23 @@ ENTRANTS = SimpleNamespace(
 def decided(recorded, seed, effort):
     """The choice of a search that screens every config and times the fastest side by side."""
     random = Random(f"{seed} {recorded.problem}")
-    screened = {
-        config: quantiles(timed.draw(random, effort.rungs[-1]))[0]
-        for config, timed in recorded.timed.items()
-    }
+    screened = dict.fromkeys(recorded.timed, 0.0)
+    for rung, samples in enumerate(effort.rungs):
+        kept = (None, SHARPENED * effort.finalists)[min(rung, 1)]
+        near = sorted(screened, key=screened.__getitem__)[:kept]
+        screened = {c: quantiles(recorded.timed[c].draw(random, samples))[0] for c in near}
     finalists = sorted(screened, key=screened.__getitem__)[: effort.finalists]
     configs = list(dict.fromkeys([*finalists, recorded.default]))
     lab = SimpleNamespace(
-        worker=Gpu(recorded, random), effort=effort, seed=seed, journal=Mock(), limit=FOREVER
+        worker=Gpu(recorded, random),
+        effort=effort,
+        seed=seed,
+        gpu=known("NVIDIA_H200"),
+        journal=Mock(),
+        limit=FOREVER,
     )
-    samples = side_by_side(
-        lab, ENTRANTS, recorded.problem, configs, "final", effort.rounds, FOREVER
-    )
+    about_us = screened[configs[0]]
+    samples = side_by_side(lab, ENTRANTS, recorded.problem, configs, "final", about_us, FOREVER)
     resources = {config: timed.resources for config, timed in recorded.timed.items()}
     return choose_by_rounds(samples, recorded.default, resources)[0]
 

@@ -28,7 +28,10 @@ class Worker:
     def __init__(self, times, noise, dies=None):
         self._times, self._noise, self._dies = times, noise, dict(dies or {})
         self._random = Random(0)
-        self.check_full = self.arm = Mock()
+        self.check_full = Mock()
+
+    def arm(self, config, cap_us, lead_us=0.0, after=None):
+        pass
 
     def sample(self, rounds):
         return [([self._sample(config) for config in each], False) for each in rounds]
@@ -44,7 +47,7 @@ class Worker:
         return CLOCKS
 
 
-def raced(noise, stage="final", effort=EFFORT, dies=None, times=None):
+def raced(noise, stage="final", effort=EFFORT, dies=None, times=None, problem=PROBLEM, us=100.0):
     """The number of samples of each config."""
     times = times or {ONE: 100.0, NEAR: 100.7, FAR: 150.0}
     failed = Mock()
@@ -58,7 +61,7 @@ def raced(noise, stage="final", effort=EFFORT, dies=None, times=None):
         worker=Worker(times, noise, dies), journal=Mock(), gpu=GPU, effort=effort, seed=0
     )
     limit = TimeLimit(None)
-    samples = side_by_side(lab, entrants, PROBLEM, list(times), stage, ROUNDS, limit)
+    samples = side_by_side(lab, entrants, problem, list(times), stage, us, limit)
     assert entrants.wait_for.call_args.args == (list(times), limit)
     return {config: len(taken) for config, taken in samples.items()}, failed
 
@@ -85,7 +88,7 @@ def test_between_the_finalists_the_process_goes_on_by_itself():
         trial=lambda problem, config, stage, *_: Trial(problem, config, "d", "correct", stage),
     )
     lab = SimpleNamespace(worker=worker, journal=Mock(), gpu=GPU, effort=EFFORT, seed=7)
-    side_by_side(lab, entrants, PROBLEM, [ONE, FAR], "cross", 3, TimeLimit(None))
+    side_by_side(lab, entrants, PROBLEM, [ONE, FAR], "cross", 100.0, TimeLimit(None))
     calls = worker._child.calls
     assert [asked[0] for asked, _ in calls[:4]] == ["check_full", "arm"] * 2
     told = [then for _, then in calls]
@@ -114,7 +117,7 @@ def test_hopeless_noise_ends_a_final_all_the_same():
 
 
 def test_cross_timing_and_an_effort_without_time_for_it_prolong_nothing():
-    assert set(raced(noise=0.01, stage="cross")[0].values()) == {ROUNDS}
+    assert set(raced(noise=0.01, stage="cross")[0].values()) == {EFFORT.cross_rounds}
     hasty = replace(EFFORT, prolonged_s=0.0)
     assert set(raced(noise=0.01, effort=hasty)[0].values()) == {ROUNDS}
 
@@ -124,3 +127,28 @@ def test_one_that_fails_is_out_with_all_its_samples_whenever_it_does(after):
     counts, failed = raced(noise=0.01, dies={NEAR: after})
     assert set(counts) == {ONE, FAR} and counts[FAR] == ROUNDS
     assert [call.args[1] for call in failed.call_args_list] == [NEAR]
+
+
+LONGER = replace(PROBLEM, seqlen_q=16384, seqlen_k=16384)
+DECODE = Problem("decode", "bf16", 64, 32, 8, 128, 1, 8192)
+
+
+# Products at full rate keep a card at its power limit; short calls and caches that are read do not.
+@pytest.mark.parametrize(
+    ("problem", "us", "stage", "led"),
+    [
+        (LONGER, 1000.0, "final", True),
+        (LONGER, 1000.0, "cross", False),
+        (LONGER, 100.0, "final", False),
+        (DECODE, 1000.0, "final", False),
+    ],
+)
+def test_samples_of_a_final_of_long_products_are_of_a_card_that_ran_the_same_before(
+    problem, us, stage, led, monkeypatch
+):
+    armed = []
+    monkeypatch.setattr(Worker, "arm", lambda _, *asked: armed.append(asked))
+    counts, _ = raced(noise=0.0, stage=stage, problem=problem, us=us)
+    rounds = {True: EFFORT.led_rounds, False: EFFORT.rounds}[led]
+    assert set(counts.values()) == {rounds if stage == "final" else EFFORT.cross_rounds}
+    assert {lead_us for _, _, lead_us, _ in armed} == {EFFORT.lead_us if led else 0.0}
