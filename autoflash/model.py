@@ -34,7 +34,6 @@ BACKWARD_KERNELS = {
     "backward_hopper": {"KV": 4 / 5, "Q": 3 / 5},
     "backward_hopper_single": {"KV": 1.0},
 }
-KERNELS = {"prefill_hopper_lazy": "prefill_hopper"}  # that are not called as their family is
 HOPPER_BACKWARDS = ("backward_hopper", "backward_hopper_single")
 PART_KNOBS = {
     "BLOCK_M": "BLOCK_M",
@@ -61,7 +60,7 @@ def _parts(config: Config) -> tuple[tuple[str, Config, float], ...]:
     """The heavy kernels: how their names begin, the knobs of each, and its share of the flops."""
     shares = BACKWARD_KERNELS.get(config.family)
     if shares is None:
-        return ((KERNELS.get(config.family, config.family), config, 1.0),)
+        return ((config.family, config, 1.0),)
     return tuple(
         (f"backward_{part.lower()}", _part_of(config, part), share)
         for part, share in shares.items()

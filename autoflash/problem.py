@@ -157,11 +157,6 @@ class Variant:
         return self.family == "decode_last"
 
     @property
-    def rescales_lazily(self) -> bool:
-        """Whether sums are rescaled only where their maximum is exceeded by much."""
-        return self.family == "prefill_hopper_lazy"
-
-    @property
     def single_pass(self) -> bool:
         """Whether the kernel of dk and dv adds up dq too, instead of another after it."""
         return self.family in ("backward_single", "backward_hopper_single")

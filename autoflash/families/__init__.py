@@ -14,7 +14,6 @@ from autoflash.families import (
     merge,
     prefill,
     prefill_hopper,
-    prefill_hopper_lazy,
 )
 from autoflash.families.family import Family, sample, samples, space, variants
 from autoflash.gpu import Gpu
@@ -40,7 +39,6 @@ FAMILIES: dict[str, Family] = {
     for family in (
         prefill.FAMILY,
         prefill_hopper.FAMILY,
-        prefill_hopper_lazy.FAMILY,
         decode.FAMILY,
         decode_last.FAMILY,
         decode_latent.FAMILY,

@@ -1,4 +1,7 @@
-"""The prefill family for Hopper, in Gluon: a producer warp, 1 to 3 consumer warpgroups, wgmma."""
+"""The prefill family for Hopper, in Gluon: a producer warp, 1 to 3 consumer warpgroups, wgmma.
+
+Sums are rescaled only where their maximum is exceeded by much.
+"""
 
 from functools import lru_cache
 
@@ -51,7 +54,6 @@ KNOBS = (
 # By schedule: what was seen to pay, best first. A counter keeps more heads in flight.
 HEAD_GROUPS = {"static": (1, 4), "early": (24, 4, 48), "late": (24, 4, 48)}
 RESERVED_BYTES = 1024  # of shared memory, which the driver keeps for each program
-MOST_KEYS = 1024  # with more of them prefill_hopper_lazy is as fast or faster (H200, all head_dims)
 
 
 def variant(problem: Problem) -> Variant:
@@ -73,13 +75,6 @@ def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return wrong
     if config == default(problem, gpu):
         return None
-    if problem.seqlen_k > MOST_KEYS:
-        return f"more than {MOST_KEYS} keys are prefill_hopper_lazy's"
-    return slow_or_wrong(problem, config, gpu)
-
-
-def slow_or_wrong(problem: Problem, config: Config, gpu: Gpu) -> str | None:
-    """Why the knobs, of this family or of the lazy one, cannot be fast or are wrong, or None."""
     # what is quick to see comes first: a schedule is simulated for the rest only
     return _hopeless(problem, config, gpu) or prefill_hopper_refusal(problem, config.as_dict(), gpu)
 

@@ -49,7 +49,6 @@ from .validity import decode_refusal, decode_unsupported, prefill_refusal, prefi
 SELECTION_REFUSALS = {
     "prefill": prefill_refusal,
     "prefill_hopper": prefill_hopper_refusal,
-    "prefill_hopper_lazy": prefill_hopper_refusal,
     "decode": decode_refusal,
     "decode_last": decode_refusal,
     "decode_latent": decode_latent_refusal,
@@ -61,7 +60,6 @@ SELECTION_REFUSALS = {
 SELECTION_UNSUPPORTED = {
     "prefill": prefill_unsupported,
     "prefill_hopper": prefill_hopper_unsupported,
-    "prefill_hopper_lazy": prefill_hopper_unsupported,
     "decode": decode_unsupported,
     "decode_last": decode_unsupported,
     "decode_latent": decode_latent_unsupported,
@@ -73,7 +71,6 @@ SELECTION_UNSUPPORTED = {
 SELECTION_DEFAULTS = {
     "prefill": prefill_default,
     "prefill_hopper": prefill_hopper_default,
-    "prefill_hopper_lazy": prefill_hopper_default,
     "decode": decode_default,
     "decode_last": decode_last_default,
     "decode_latent": decode_latent_default,
@@ -83,15 +80,10 @@ SELECTION_DEFAULTS = {
     "backward_hopper_single": backward_hopper_single_default,
 }
 # Gluon has no interpreter
-SELECTION_COMPILED_ONLY = (
-    "prefill_hopper",
-    "prefill_hopper_lazy",
-    "backward_hopper",
-    "backward_hopper_single",
-)
+SELECTION_COMPILED_ONLY = ("prefill_hopper", "backward_hopper", "backward_hopper_single")
 # By op, whose default serves what no row does: the portable family where no other can.
 SELECTION_FAMILIES = {
-    "prefill": ("prefill_hopper_lazy", "prefill"),
+    "prefill": ("prefill_hopper", "prefill"),
     "decode": ("decode",),
     "latent decode": ("decode_latent",),
     "backward": ("backward",),

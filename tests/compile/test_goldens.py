@@ -49,8 +49,6 @@ GOLDEN_VARIANTS = (
     Variant("prefill", "prefill", window=True, varlen=True, paged=True),
     Variant("prefill_hopper", "prefill"),
     Variant("prefill_hopper", "prefill", causal=True),
-    Variant("prefill_hopper_lazy", "prefill"),
-    Variant("prefill_hopper_lazy", "prefill", causal=True),
     Variant("decode", "decode"),
     Variant("decode", "decode", paged=True),
     Variant("decode", "decode", queries=True),
@@ -160,10 +158,9 @@ def is_plain(variant: Variant) -> bool:
     """Whether it is one of the texts that the others are made from by switches.
 
     A backward is made from its prefill's, and takes three times as long to compile; decode_last
-    ends decode's kernel in another way, prefill_hopper_lazy has another softmax; a prefill over
-    pages is causal as a rule.
+    ends decode's kernel in another way; a prefill over pages is causal as a rule.
     """
-    made = variant.op == "backward" or variant.family in ("decode_last", "prefill_hopper_lazy")
+    made = variant.op == "backward" or variant.family == "decode_last"
     made |= variant.chunked and not variant.causal
     return switches(variant) <= {"causal", "paged"} and not made
 

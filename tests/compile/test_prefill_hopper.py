@@ -8,7 +8,6 @@ from assembled import assembler_report, counted, loops_with
 
 from autoflash import families
 from autoflash.config import Config
-from autoflash.families import prefill_hopper_lazy as lazy
 from autoflash.families.prefill_hopper import FAMILY
 from autoflash.gpu import known
 from autoflash.kernel import _compiled, compile_candidate
@@ -32,7 +31,7 @@ def compiled(p: Problem, config: Config, wide_rows: int = 0) -> list:
     return _compiled(p, config, H200, with_lse=True, wide_rows=wide_rows)[0]
 
 
-def product_loops(kernel, warpgroups: int, unskipped: bool = False) -> list[list[str]]:
+def product_loops(kernel, warpgroups: int, unskipped: bool) -> list[list[str]]:
     """Each warpgroup's loop over key blocks: the loops over tiles go round them."""
     return loops_with(kernel, "HGMMA", "MUFU.EX2", unskipped=unskipped)[:warpgroups]
 
@@ -53,7 +52,8 @@ RECOMMENDED = [
 
 
 @pytest.mark.parametrize("p", RECOMMENDED, ids=title)
-def test_products_run_side_by_side_and_nothing_spills_in_their_loop(p):
+def test_products_run_side_by_side_and_a_warp_that_raises_no_maximum_multiplies_no_sum(p):
+    """Nor does it take exponentials of factors, ask the other lanes of its rows, permute bytes."""
     config = FAMILY.default(p, H200)
     *others, kernel = compiled(p, config)
     assert len(others) == (config["SCHEDULE"] != "static")
@@ -62,38 +62,18 @@ def test_products_run_side_by_side_and_nothing_spills_in_their_loop(p):
     assert not re.findall(r"C75\d\d", report)
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
     # 192 causal rows spill a few words between tiles, and were measured to win all the same
-    assert max(spills) <= (48 if config["WARPGROUPS"] == 3 and p.causal else 0)
-    loops = product_loops(kernel, int(config["WARPGROUPS"]))
-    assert len(loops) == config["WARPGROUPS"]
-    channels, keys = p.head_dim, int(config["BLOCK_N"])
-    for body in loops:
-        count = counted(body, "HGMMA", "EX2", "LDL", "STL")
-        assert count["HGMMA"] == channels // 16 + keys // 16
-        # one for each score of a thread and two for the rescaling of its rows
-        assert count["EX2"] == 64 * keys // 128 + 2
-        assert count["LDL"] == count["STL"] == 0
-
-
-LONG = [problem(64, True, 4096), problem(128, True, 4096), problem(256, False, 4096)]
-
-
-@pytest.mark.parametrize("p", LONG, ids=title)
-def test_a_warp_that_raises_no_maximum_multiplies_no_sum(p):
-    """Nor takes the exponentials of factors, asks the other lanes of its rows, permutes bytes."""
-    config = lazy.default(p, H200)
-    kernel = compiled(p, config)[-1]
-    report = assembler_report(kernel)
-    assert not re.findall(r"C75\d\d", report)
-    assert max(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= lazy.FAMILY.max_spills
-    loops = product_loops(kernel, int(config["WARPGROUPS"]), unskipped=True)
-    assert len(loops) == config["WARPGROUPS"]
-    channels, keys = p.head_dim, int(config["BLOCK_N"])
-    for body in loops:
-        count = counted(body, "HGMMA", "EX2", "FMUL", "SHFL", "PRMT", "VOTE", "LDL", "STL")
-        scores = 64 * keys // 128
-        products = channels // 16 + keys // 16
-        wanted = {"HGMMA": products, "EX2": scores, "VOTE": 1}
-        assert count == dict.fromkeys(("FMUL", "SHFL", "PRMT", "LDL", "STL"), 0) | wanted
+    assert max(spills) <= (FAMILY.max_spills if config["WARPGROUPS"] == 3 and p.causal else 0)
+    whole, unskipped = (product_loops(kernel, int(config["WARPGROUPS"]), u) for u in (False, True))
+    assert len(whole) == config["WARPGROUPS"]
+    products = p.head_dim // 16 + int(config["BLOCK_N"]) // 16
+    scores = 64 * int(config["BLOCK_N"]) // 128  # of a thread
+    for body in whole:
+        # one exponential for each score and two for the rescaling of a thread's rows
+        wanted = {"HGMMA": products, "EX2": scores + 2, "LDL": 0, "STL": 0}
+        assert counted(body, *wanted) == wanted
+    for body in unskipped:
+        wanted = {"HGMMA": products, "EX2": scores, "VOTE": 1, "FMUL": 0, "SHFL": 0, "PRMT": 0}
+        assert counted(body, *wanted) == wanted
 
 
 @pytest.mark.parametrize(

@@ -404,6 +404,30 @@ def produce(
             unit = next_unit
 
 
+# A softmax that rescales lazily. Sums are taken with a maximum of their rows, m_i, that is replaced
+# only where a score exceeds it by more than 8 (base 2): no exponential is above 2^8, and while none
+# would be, a warp branches past the multiplications of its sums. Of a row each of the four lanes
+# that hold it has, in m_i and l_i (64, 4), its maximum and the sum of the exponentials it holds.
+
+
+@gluon.jit
+def by_lane(x):
+    """(64, n) as (64, n / 8, 4, 2), of which axis 2 is the lanes of a row and needs no move."""
+    return x.reshape([64, x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def own_maximum(qk):
+    """(64, 4): the largest of the scores of a row that each of its lanes holds."""
+    return gl.max(gl.max(by_lane(qk), 3), 1)
+
+
+@gluon.jit
+def own_sum(p):
+    """(64, 4): the sum of the exponentials of a row that each of its lanes holds."""
+    return gl.sum(gl.sum(by_lane(p), 3), 1)
+
+
 @gluon.jit
 def first_softmax(
     qk,
@@ -411,26 +435,180 @@ def first_softmax(
     MASKED_BLOCKS: gl.constexpr,
 ):
     """(p, m_i, l_i) of a tile's first block of scores."""
-    m_i = gl.max(qk, 1) * scale_log2
+    row_max = gl.max(qk, 1) * scale_log2
     if MASKED_BLOCKS == 2:
         # a row may see no key of the block; any finite maximum keeps inf - inf away
-        m_i = gl.maximum(m_i, -3.0e38)
-    p = gl.exp2(qk * scale_log2 - m_i[:, None])  # one multiply-add and one exp2
-    return p, m_i, gl.sum(p, 1)
+        row_max = gl.maximum(row_max, -3.0e38)
+    p = gl.exp2(qk * scale_log2 - row_max[:, None])  # one multiply-add and one exp2
+    l_i = own_sum(p)
+    LANES: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+    row_max = gl.convert_layout(row_max, LANES, assert_trivial=True)
+    m_i, l_i = gl.broadcast(row_max[:, None], l_i)
+    return p, m_i, l_i
 
 
 @gluon.jit
-def online_softmax(
+def lazy_softmax(
     qk,
     m_i,
     l_i,
     scale_log2,
 ):
-    """(p, alpha, m_i, l_i) of a further block; alpha is the factor of what was summed before."""
-    m_new = gl.maximum(m_i, gl.max(qk, 1) * scale_log2)
-    p = gl.exp2(qk * scale_log2 - m_new[:, None])
-    alpha = gl.exp2(m_i - m_new)
-    return p, alpha, m_new, l_i * alpha + gl.sum(p, 1)
+    """(p, alpha, raised, m_i, l_i) of a further block; alpha is the factor of what was summed
+    before, and `raised` whether any row of the warp has another one than 1."""
+    # &: results are written while operands are still to be read
+    m_i, alpha, raised = gl.inline_asm_elementwise(
+        raise_assembly(),
+        "=&f,=&f,=&f,=&f,=&r,=&r,f,f,0,1,f,f",
+        [own_maximum(qk), m_i, scale_log2],
+        dtype=(gl.float32, gl.float32, gl.int32),
+        is_pure=False,  # its vote is of all lanes
+        pack=2,
+    )
+    p = gl.exp2(by_lane(qk) * scale_log2 - m_i[:, None, :, None])
+    p = gl.convert_layout(p.reshape(qk.shape), qk.type.layout, assert_trivial=True)
+    return p, alpha, raised, m_i, l_i * alpha + own_sum(p)
+
+
+@gluon.constexpr_function
+def raise_assembly():
+    """A thread's two rows: their maxima $0 and $1, in and out, their factors $2 and $3, whether the
+    warp has raised any $4 and $5, their own largest scores $6 and $7, the scale $10."""
+    return """{
+        .reg .pred raised, second;
+        .reg .f32 a, b, x, y;
+        neg.f32 x, $0;
+        neg.f32 y, $1;
+        fma.rn.f32 a, $6, $10, x;
+        fma.rn.f32 b, $7, $10, y;
+        max.f32 a, a, b;
+        setp.gt.f32 raised, a, 8.0;
+        vote.sync.any.pred raised, raised, 0xffffffff;
+        mov.f32 $2, 1.0;
+        mov.f32 $3, 1.0;
+        selp.b32 $4, 1, 0, raised;
+        mov.b32 $5, $4;
+        @!raised bra.uni kept;
+        mul.f32 a, $6, $10;
+        mul.f32 b, $7, $10;
+        shfl.sync.bfly.b32 x, a, 2, 31, 0xffffffff;
+        shfl.sync.bfly.b32 y, b, 2, 31, 0xffffffff;
+        max.f32 a, a, x;
+        max.f32 b, b, y;
+        shfl.sync.bfly.b32 x, a, 1, 31, 0xffffffff;
+        shfl.sync.bfly.b32 y, b, 1, 31, 0xffffffff;
+        max.f32 a, a, x;
+        max.f32 b, b, y;
+        sub.f32 x, a, $0;
+        sub.f32 y, b, $1;
+        setp.gt.f32 raised, x, 8.0;
+        setp.gt.f32 second, y, 8.0;
+        selp.f32 a, a, $0, raised;
+        selp.f32 b, b, $1, second;
+        sub.f32 x, $0, a;
+        sub.f32 y, $1, b;
+        ex2.approx.ftz.f32 $2, x;
+        ex2.approx.ftz.f32 $3, y;
+        mov.f32 $0, a;
+        mov.f32 $1, b;
+    kept:
+    }"""
+
+
+@gluon.jit
+def for_each(
+    sums,
+    x,
+):
+    """(64, n / 8, 4, 2): x (64, 4) for each of the sums of a row that its lanes hold."""
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, sums.type.layout))
+    x = gl.convert_layout(x, LANES, assert_trivial=True)
+    _, wide = gl.broadcast(sums, x[:, None, :, None])
+    return wide
+
+
+@gluon.jit
+def rescaled(
+    acc,
+    alpha,
+    raised,
+):
+    """acc times its rows' factors, by warps that have raised a maximum alone."""
+    PER_THREAD: gl.constexpr = acc.shape[1] // 2
+    sums = by_lane(acc)
+    sums = gl.inline_asm_elementwise(
+        rescale_assembly(PER_THREAD),
+        rescale_constraints(PER_THREAD),
+        [sums, for_each(sums, alpha), for_each(sums, raised)],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=PER_THREAD,
+    )
+    return gl.convert_layout(sums.reshape(acc.shape), acc.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def rescale_assembly(n):
+    """A thread's n sums of two rows, in and out, which lie two and two: $0 and $1 of the first row,
+    $2 and $3 of the second one; their factors from $2n on, whether to multiply $3n."""
+    lines = [
+        "{",
+        ".reg .pred raised;",
+        f"setp.ne.s32 raised, ${3 * n}, 0;",
+        "@!raised bra.uni kept;",
+    ]
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)]
+    return "\n".join([*lines, "kept:", "}"])
+
+
+@gluon.constexpr_function
+def rescale_constraints(n):
+    return ",".join(["=&f"] * n + [str(i) for i in range(n)] + ["f"] * n + ["r"] * n)
+
+
+@gluon.jit
+def carried(
+    p,
+    WARPGROUPS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
+    """The exponentials p (64, n) as they go from a block to the next: rounded, an operand.
+
+    Of three warpgroups the first one would turn the halves of each pair about in every block: they
+    carry pairs as int32 (64, n / 2), which are an operand without an instruction.
+    """
+    if WARPGROUPS == 3:
+        low, high = gl.split(p.reshape([64, p.shape[1] // 2, 2]))
+        rounded = gl.inline_asm_elementwise(
+            pair_assembly(DTYPE), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        rounded = gl.convert_layout(p.to(DTYPE), OPERAND)
+    return rounded
+
+
+@gluon.constexpr_function
+def pair_assembly(dtype):
+    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def operand(
+    rounded,
+    WARPGROUPS: gl.constexpr,
+    DTYPE: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
+    """What was carried as the left side of a product."""
+    if WARPGROUPS == 3:
+        low = rounded.to(gl.int16).to(DTYPE, bitcast=True)
+        high = (rounded >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+        p = gl.join(low, high).reshape([64, 2 * rounded.shape[1]])
+        p = gl.convert_layout(p, OPERAND, assert_trivial=True)
+    else:
+        p = rounded
+    return p
 
 
 @gluon.jit
@@ -580,7 +758,7 @@ def attend(
     if MASKED_BLOCKS > 0:
         qk = hide(work, config, qk, start_m, (blocks - 1) * BLOCK_N, W)
     p, m_i, l_i = first_softmax(qk, scale_log2, MASKED_BLOCKS)
-    p = gl.convert_layout(p.to(q_tile.dtype), P)
+    p = carried(p, config.WARPGROUPS, q_tile.dtype, P)
     acc = gl.zeros([64, BLOCK_D], gl.float32, ACC)
     if config.EPILOGUE == "tma" and rings.q.DEPTH > 1:
         # the previous tile's out has left its slot by now
@@ -598,7 +776,8 @@ def attend(
         if config.SPLIT_WAIT:
             rings.v.wait_full(step - 1)
         v_tile = rings.v.slots.index((step - 1) % rings.v.DEPTH).reshape([BLOCK_N, BLOCK_D])
-        acc_async = warpgroup_mma(p, v_tile, acc, is_async=True)
+        left = operand(p, config.WARPGROUPS, q_tile.dtype, P)
+        acc_async = warpgroup_mma(left, v_tile, acc, is_async=True)
         pass_turn(config, step, W)
         if config.SPLIT_WAIT:
             qk = warpgroup_mma_wait(1, deps=[qk_async])
@@ -610,23 +789,24 @@ def attend(
         if MASKED_BLOCKS == 2:
             if j == 1:
                 qk = hide(work, config, qk, start_m, (blocks - 2) * BLOCK_N, W)
-        p_new, alpha, m_i, l_i = online_softmax(qk, m_i, l_i, scale_log2)
+        p_new, alpha, raised, m_i, l_i = lazy_softmax(qk, m_i, l_i, scale_log2)
         if config.SPLIT_WAIT:
             acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
             rings.v.release(step - 1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-        p = gl.convert_layout(p_new.to(q_tile.dtype), P)
+        acc = rescaled(acc, alpha, raised)
+        p = carried(p_new, config.WARPGROUPS, q_tile.dtype, P)
         step += 1
     if not config.Q_IN_REGISTERS and config.EPILOGUE == "direct":
         rings.q.release(turn)
     rings.v.wait_full(step - 1)
     take_turn(config, step, W)
     v_tile = rings.v.slots.index((step - 1) % rings.v.DEPTH).reshape([BLOCK_N, BLOCK_D])
-    acc_async = warpgroup_mma(p, v_tile, acc, is_async=True)
+    left = operand(p, config.WARPGROUPS, q_tile.dtype, P)
+    acc_async = warpgroup_mma(left, v_tile, acc, is_async=True)
     pass_turn(config, step, W)
     acc, p = warpgroup_mma_wait(0, deps=[acc_async, p])
     rings.v.release(step - 1)
-    return acc, m_i, l_i, step
+    return acc, gl.max(m_i, 1), gl.sum(l_i, 1), step
 
 
 @gluon.jit

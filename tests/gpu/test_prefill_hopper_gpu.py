@@ -1,4 +1,6 @@
-"""prefill_hopper on a Hopper GPU: right at every edge, on any strides, twice the same bits."""
+"""prefill_hopper on a Hopper GPU: right at every edge, on any strides, for scores of any spread,
+twice the same bits.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -10,13 +12,12 @@ from ahead import compile_ahead
 
 from autoflash.accuracy import Budget
 from autoflash.config import Config
-from autoflash.families import family_of
 from autoflash.families.family import space
 from autoflash.families.prefill_hopper import FAMILY
 from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.kernel import load, new_outputs, plan_of
-from autoflash.problem import Problem, Variant
+from autoflash.problem import Problem, Variant, title
 from autoflash.render import render
 from autoflash.runtime.hopper_validity import prefill_hopper_refusal
 from autoflash.runtime.launch import run_plan
@@ -49,7 +50,7 @@ def run(
     own_out, lse = new_outputs(inputs)
     out = own_out if out is None else out
     lse = lse if with_lse else None
-    module = module_of(family_of(config.family).variant(inputs.problem))
+    module = module_of(FAMILY.variant(inputs.problem))
     run_plan(plan_of(module, inputs, out, lse, gpu, config, poison=True))
     return out, lse
 
@@ -102,7 +103,7 @@ WAYS: dict[int, tuple[Config, ...]] = {
 }
 
 EDGES = (
-    *((n, n) for n in (1, 63, 64, 65, 127, 128, 129, 1000)),
+    *((n, n) for n in (1, 63, 64, 65, 127, 128, 129, 1000, 1024)),
     *((77, 300), (300, 77), (130, 3), (1, 1000), (192, 128), (128, 192), (5, 0)),
 )
 
@@ -129,6 +130,20 @@ def prepared(
     compile_ahead(wanted, gpu, with_lse, wide_rows)
 
 
+def failures_of(inputs: Inputs, configs: list[Config], gpu: Gpu, repeats: int = 2) -> list[str]:
+    """Of each config why its result is wrong, or that repeated runs have other bits."""
+    budget, failures = Budget(inputs), []
+    for config in configs:
+        out, lse = run(inputs, config, gpu)
+        verdict = budget.judge(out, lse)
+        if not verdict.correct:
+            failures.append(f"{title(inputs.problem)} {config}: {verdict.reason}")
+        again = [run(inputs, config, gpu)[0] for _ in range(repeats)]
+        if not all(torch.equal(out.view(torch.int16), each.view(torch.int16)) for each in again):
+            failures.append(f"{title(inputs.problem)} {config}: two runs differ")
+    return failures
+
+
 def of(seqlen_q: int, seqlen_k: int, causal: bool, **changes) -> Problem:
     fields = {"dtype": "bf16", "batch": 2, "num_heads": 6, "num_kv_heads": 3, "head_dim": 128}
     fields |= changes
@@ -137,19 +152,41 @@ def of(seqlen_q: int, seqlen_k: int, causal: bool, **changes) -> Problem:
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_every_way_is_right_at_every_edge(gpu, causal, head_dim):
-    failures = []
+def test_every_way_is_right_at_every_edge_for_scores_of_any_spread(gpu, causal, head_dim):
     problems = [of(*lengths, causal, head_dim=head_dim) for lengths in EDGES]
     prepared(problems, gpu)
+    failures = []
     for problem in problems:
-        inputs = make_inputs(problem, device="cuda")
-        budget = Budget(inputs)
-        for config in ways_of(problem, gpu):
-            verdict = budget.judge(*run(inputs, config, gpu))
-            if not verdict.correct:
-                lengths = f"{problem.seqlen_q}x{problem.seqlen_k}"
-                failures.append(f"{lengths} {config}: {verdict.reason}")
+        for factor in (1.0, 12.0):
+            inputs = make_inputs(problem, device="cuda")
+            inputs.q.mul_(factor)
+            failures += failures_of(inputs, ways_of(problem, gpu), gpu)
     assert failures == []
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("step", [-30.0, 0.1, 7.9, 8.1, 30.0, 500.0])
+def test_maxima_that_rise_with_every_64_keys_walked(gpu, step, head_dim):
+    """Keys are walked from the last to the first; in base 2, `step` for each 64."""
+    problem = of(1000, 1000, False, head_dim=head_dim)
+    prepared([problem], gpu)
+    inputs = make_inputs(problem, device="cuda")
+    height = torch.arange(problem.seqlen_k, device="cuda").flip(0) // 64 * step / 1.4426950408889634
+    inputs.q[..., 0] = 16.0
+    inputs.k[..., 0] = (height * head_dim**0.5 / 16.0).to(inputs.k.dtype)[:, None]
+    assert failures_of(inputs, ways_of(problem, gpu), gpu) == []
+
+
+def test_a_rows_bits_do_not_depend_on_whether_its_neighbours_maxima_rise(gpu):
+    problem = of(300, 1000, False)
+    prepared([problem], gpu)
+    for config in ways_of(problem, gpu):
+        outs = []
+        for factor in (1.0, 40.0):
+            inputs = make_inputs(problem, device="cuda")
+            inputs.q[:, 1::2].mul_(factor)
+            outs.append(run(inputs, config, gpu)[0][:, ::2])
+        assert torch.equal(*outs), str(config)
 
 
 # More tiles than programs, with a last round that is partly filled; 40 heads of 7 query heads each.
@@ -162,20 +199,11 @@ def test_many_tiles_a_program_are_right_and_twice_the_same_bits(gpu, causal, hea
     )
     prepared([problem], gpu, with_lse=(True, False))
     inputs = make_inputs(problem, device="cuda")
+    assert failures_of(inputs, ways_of(problem, gpu), gpu, repeats=5) == []
     budget = Budget(inputs)
-    failures = []
     for config in ways_of(problem, gpu):
-        out, lse = run(inputs, config, gpu)
-        verdict = budget.judge(out, lse)
-        if not verdict.correct:
-            failures.append(f"{config}: {verdict.reason}")
         bare, _ = run(inputs, config, gpu, with_lse=False)
-        repeats = [run(inputs, config, gpu)[0] for _ in range(5)]
-        if not all(torch.equal(out.view(torch.int16), r.view(torch.int16)) for r in repeats):
-            failures.append(f"{config}: two runs differ")
-        if not budget.judge(bare, None).correct:
-            failures.append(f"{config}: wrong without lse")
-    assert failures == []
+        assert budget.judge(bare, None).correct, f"{config}: wrong without lse"
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -240,18 +268,17 @@ def test_more_than_65535_heads_and_a_result_of_more_than_2_to_the_31_elements(gp
         assert verdict.correct, f"{config}: {verdict.reason}"
 
 
-# Raw scores of -243712, far below any score that a finite stand-in for minus infinity may be; and
-# as far above. The products are exact, so that only the maximum is on trial.
+# Raw scores of -243712 and -566272, far below any score that a finite stand-in for minus infinity
+# may be; and as far above. The products are exact, so that only the maximum is on trial.
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_logits_of_any_size(gpu, sign):
-    problem = of(130, 3, True, num_heads=8, num_kv_heads=1)
+@pytest.mark.parametrize(("seqlen_k", "size"), [(3, 544.0), (300, 1264.0)])
+def test_logits_of_any_size(gpu, seqlen_k, size, sign):
+    problem = of(130, seqlen_k, True, num_heads=8, num_kv_heads=1)
+    prepared([problem], gpu)
     inputs = make_inputs(problem, device="cuda")
     inputs.k.zero_()
-    inputs.q[..., 0], inputs.k[..., 0] = 448.0, sign * 544.0
-    budget = Budget(inputs)
-    for config in ways_of(problem, gpu):
-        verdict = budget.judge(*run(inputs, config, gpu))
-        assert verdict.correct, f"{config}: {verdict.reason}"
+    inputs.q[..., 0], inputs.k[..., 0] = 448.0, sign * size
+    assert failures_of(inputs, ways_of(problem, gpu), gpu) == []
 
 
 def test_with_keys_of_zero_lse_counts_the_keys_that_are_seen(gpu):

@@ -1,16 +1,18 @@
-"""prefill_hopper without a GPU: its text on numpy, right for every mask, schedule and ring.
+"""prefill_hopper without a GPU: its text on numpy, right for every mask, schedule, ring and rise of
+a row's maximum.
 
 The emulator runs producer and consumers as threads that meet at the kernel's own barriers.
 """
+
+from dataclasses import dataclass
 
 import pytest
 import torch
 from gluon_emulator import Machine, Whole
 
-from autoflash import families
-from autoflash.accuracy import Budget, Verdict
+from autoflash.accuracy import Budget
 from autoflash.families.prefill_hopper import FAMILY
-from autoflash.inputs import make_inputs
+from autoflash.inputs import Inputs, make_inputs
 from autoflash.kernel import new_outputs
 from autoflash.problem import Problem
 from autoflash.render import render
@@ -19,25 +21,29 @@ NAN = float("nan")
 SMS = 2  # so few that every program has several tiles
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(families.FAMILIES, FAMILY.name, FAMILY)
-
-
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     fill = NAN if dtype.is_floating_point else 2**30
     return torch.full(shape, fill, dtype=dtype)
 
 
+@dataclass(frozen=True)
+class Emulated:
+    """What a plan gave: `reason` is why it is wrong, empty where it is right."""
+
+    out: torch.Tensor
+    reason: str
+    kernels: list[str]
+    jumps: set[bool]  # whether warps went past the rescaling of their sums
+
+
 def emulate(
-    problem: Problem,
+    inputs: Inputs,
     knobs: dict,
-    wide_rows: int = 0,
     with_lse: bool = True,
     break_text: tuple[str, str] | None = None,
     patience_s: float = 60.0,
-) -> tuple[Verdict, list[str]]:
-    """The verdict on the knobs' result and the names of the kernels that made it."""
+) -> Emulated:
+    problem = inputs.problem
     text = render(FAMILY.variant(problem)).text
     if break_text:
         broken = text.replace(*break_text)
@@ -46,7 +52,6 @@ def emulate(
         text = broken
     machine = Machine(patience_s)
     module = machine.module(text)
-    inputs = make_inputs(problem, wide_rows=wide_rows)
     out, lse = new_outputs(inputs)
     lse = lse if with_lse else None
     scale, layout = problem.head_dim**-0.5, problem.layout
@@ -54,7 +59,8 @@ def emulate(
     plan = module.plan(q, k, v, out, lse, scale, layout, SMS, knobs, poisoned)
     for kernel, grid, arguments, _ in plan:
         machine.launch(kernel, grid, arguments)
-    return Budget(inputs).judge(out, lse), [kernel.__name__ for kernel, *_ in plan]
+    reason = Budget(inputs).judge(out, lse).reason
+    return Emulated(out, reason, [kernel.__name__ for kernel, *_ in plan], machine.jumps)
 
 
 def knobs_of(**knobs) -> dict:
@@ -102,13 +108,23 @@ def of(seqlen_q: int, seqlen_k: int, causal: bool, **changes) -> Problem:
     )
 
 
+def drawn(problem: Problem, factor: float) -> Inputs:
+    """Random inputs, whose scores are `factor` times as large as usual."""
+    inputs = make_inputs(problem)
+    inputs.q.mul_(factor)
+    return inputs
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(385, 385), (200, 333), (150, 90)])
-def test_every_way_is_right_at_lengths_that_fit_no_tile(way, seqlen_q, seqlen_k, causal):
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "factor"), [(385, 385, 1.0), (200, 333, 4.0), (150, 90, 12.0)]
+)
+def test_every_way_is_right_at_lengths_that_fit_no_tile_for_scores_of_any_spread(
+    way, seqlen_q, seqlen_k, factor, causal
+):
     knobs = WAYS[way] if causal else {**WAYS[way], "PAIR": 0}
-    verdict, _ = emulate(of(seqlen_q, seqlen_k, causal), knobs)
-    assert verdict.reason == ""
+    assert emulate(drawn(of(seqlen_q, seqlen_k, causal), factor), knobs).reason == ""
 
 
 # The diagonal at every place within a block, rows without a key, keys that end with a block.
@@ -118,14 +134,13 @@ def test_every_way_is_right_at_lengths_that_fit_no_tile(way, seqlen_q, seqlen_k,
     [(1, 1), (64, 65), (65, 64), (128, 192), (192, 128), (256, 256), (130, 3), (1, 300), (300, 1)],
 )
 def test_the_diagonal_is_right_wherever_it_meets_a_block(way, seqlen_q, seqlen_k):
-    verdict, _ = emulate(of(seqlen_q, seqlen_k, True), WAYS[way])
-    assert verdict.reason == ""
+    assert emulate(make_inputs(of(seqlen_q, seqlen_k, True)), WAYS[way]).reason == ""
 
 
 def test_no_key_at_all_gives_zeros_and_minus_infinity():
     for with_lse in (True, False):
-        verdict, kernels = emulate(of(100, 0, False), WAYS["counter"], with_lse=with_lse)
-        assert (verdict.reason, kernels) == ("", ["no_keys_kernel"])
+        done = emulate(make_inputs(of(100, 0, False)), WAYS["counter"], with_lse=with_lse)
+        assert (done.reason, done.kernels) == ("", ["no_keys_kernel"])
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -135,21 +150,21 @@ def test_channels_past_head_dim_and_heads_of_any_ratio(layout, head_dim):
         66, 100, True, batch=2, num_heads=7, num_kv_heads=1, head_dim=head_dim, layout=layout
     )
     for way in ("counter", "direct"):
-        verdict, _ = emulate(problem, WAYS[way])
-        assert verdict.reason == ""
+        assert emulate(make_inputs(problem), WAYS[way]).reason == ""
 
 
 # Rows wider by 8 elements are named by a descriptor as they are, NaN neighbours and all.
 @pytest.mark.parametrize(("wide_rows", "copies"), [(8, 0), (1, 3)])
 def test_strides_that_no_descriptor_can_name_are_copied(wide_rows, copies):
-    verdict, kernels = emulate(of(130, 200, False), WAYS["paired"] | {"PAIR": 0}, wide_rows)
-    assert verdict.reason == ""
-    assert kernels == ["copy_rows_kernel"] * copies + ["prefill_hopper_kernel"]
+    inputs = make_inputs(of(130, 200, False), wide_rows=wide_rows)
+    done = emulate(inputs, WAYS["paired"] | {"PAIR": 0})
+    assert done.reason == ""
+    assert done.kernels == ["copy_rows_kernel"] * copies + ["prefill_hopper_kernel"]
 
 
 def test_the_counter_is_zeroed_by_the_same_plan():
-    _, kernels = emulate(of(64, 64, True), WAYS["counter"])
-    assert kernels == ["zero_counter_kernel", "prefill_hopper_kernel"]
+    done = emulate(make_inputs(of(64, 64, True)), WAYS["counter"])
+    assert done.kernels == ["zero_counter_kernel", "prefill_hopper_kernel"]
 
 
 @pytest.mark.parametrize(("causal", "pair"), [(True, 0), (True, 1), (False, 0)])
@@ -176,12 +191,60 @@ def test_the_units_are_every_tile_of_every_head_once(heads, heads_per_group, pai
         assert {walked[i][2] + walked[i + 1][2] for i in range(0, len(walked), 2)} == {tiles + 1}
 
 
+def rising(problem: Problem, steps: list[float]) -> Inputs:
+    """Every key of a block of 64 has one score, in base 2 `steps` above the block walked before."""
+    inputs = make_inputs(problem)
+    blocks = len(steps)
+    heights = torch.tensor(steps).cumsum(0) / 1.4426950408889634 * problem.head_dim**0.5
+    inputs.q.zero_()
+    inputs.k.zero_()
+    inputs.q[..., 0] = 1.0
+    for j in range(blocks):  # the last block is walked first
+        inputs.k[:, 64 * (blocks - 1 - j) : 64 * (blocks - j), :, 0] = heights[j].to(inputs.k.dtype)
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("steps", "jumps"),
+    [
+        ([0.0, 7.0, -3.0, 3.0], {True}),
+        ([0.0, 9.0, 20.0, 100.0], {False}),
+        ([-900.0, 7.0, 7.0, 7.0], {True, False}),
+        ([50.0, -300.0, 200.0, 90.0], {True}),
+        ([0.0, -40.0, 49.0, 0.0], {True, False}),
+    ],
+    ids=str,
+)
+def test_sums_are_rescaled_where_a_maximum_is_exceeded_by_more_than_8_alone(steps, jumps):
+    inputs = rising(of(64, 256, False), steps)
+    done = emulate(inputs, WAYS["one_buffer"])
+    assert (done.reason, done.jumps) == ("", jumps)
+
+
+def test_a_row_is_rescaled_by_its_own_maximum_alone():
+    """Neighbours whose maxima rise send a warp the long way, and leave no trace in a row's bits."""
+    alone, beside = (make_inputs(of(64, 256, False, num_heads=1)) for _ in range(2))
+    beside.q[:, 1::2].mul_(40.0)
+    kept, raised = (emulate(inputs, WAYS["one_buffer"]) for inputs in (alone, beside))
+    assert (kept.jumps, raised.jumps) == ({True}, {False})
+    assert torch.equal(kept.out[:, ::2], raised.out[:, ::2])
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_logits_of_any_size_and_rows_without_a_key(sign):
+    inputs = make_inputs(of(200, 130, True))
+    inputs.k.zero_()
+    inputs.q[..., 0], inputs.k[..., 0] = 448.0, sign * 544.0
+    for way in ("counter", "narrow"):
+        assert emulate(inputs, WAYS[way]).reason == ""
+
+
 # A check that cannot fail is none: each of these faults shows.
 FAULTS = {
     "keys are released before they are multiplied": (
-        "        acc_async = warpgroup_mma(p, v_tile, acc, is_async=True)\n"
+        "        acc_async = warpgroup_mma(left, v_tile, acc, is_async=True)\n"
         "        pass_turn(config, step, W)\n",
-        "        acc_async = warpgroup_mma(p, v_tile, acc, is_async=True)\n"
+        "        acc_async = warpgroup_mma(left, v_tile, acc, is_async=True)\n"
         "        rings.k.release(step)\n"
         "        pass_turn(config, step, W)\n",
     ),
@@ -191,23 +254,35 @@ FAULTS = {
     ),
     "the second masked block is forgotten": ("if j == 1:", "if j == 0:"),
     "a row that sees no key of the first block has no maximum": (
-        "m_i = gl.maximum(m_i, -3.0e38)",
-        "m_i = m_i",
+        "row_max = gl.maximum(row_max, -3.0e38)",
+        "row_max = row_max",
     ),
     "blocks past the diagonal are not skipped": (
         "step = skip_blocks(config, rings, step, blocks - own_blocks, W)",
         "step = step",
     ),
     "the counter is not zeroed": ("gl.store(counter, 0)", "counter"),
+    "sums of channels are not rescaled": ("acc = rescaled(acc, alpha, raised)", "acc = acc"),
+    "sums of exponentials are not rescaled": ("l_i * alpha + own_sum", "l_i + own_sum"),
+    "a lane takes its own maximum for its row's": (
+        "shfl.sync.bfly.b32 x, a, 1, 31",
+        "shfl.sync.bfly.b32 x, a, 0, 31",
+    ),
+    "the second row keeps its maximum": ("selp.f32 b, b, $1, second", "selp.f32 b, $1, $1, second"),
+    "a row that keeps its maximum has another factor than 1": (
+        "mov.f32 $3, 1.0",
+        "mov.f32 $3, 2.0",
+    ),
+    "the lanes' sums are not added up": ("gl.sum(l_i, 1)", "gl.max(l_i, 1)"),
+    "the new maximum is not kept": ("mov.f32 $0, a;", ""),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_text_shows(fault):
+    inputs, knobs = drawn(of(385, 333, True), 12.0), knobs_of(BLOCK_N=64, SCHEDULE="late")
     try:
-        verdict, _ = emulate(
-            of(385, 333, True), WAYS["counter"], break_text=FAULTS[fault], patience_s=2.0
-        )
+        done = emulate(inputs, knobs, break_text=FAULTS[fault], patience_s=2.0)
     except (AssertionError, RuntimeError):
         return  # a deadlock, or a barrier that too many arrive at
-    assert not verdict.correct
+    assert done.reason != ""

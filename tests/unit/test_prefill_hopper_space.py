@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from autoflash import families
 from autoflash.config import Config
-from autoflash.families import prefill_hopper_lazy as lazy
 from autoflash.families.family import space
-from autoflash.families.prefill_hopper import FAMILY, slow_or_wrong
+from autoflash.families.prefill_hopper import FAMILY
 from autoflash.gpu import KNOWN, known
 from autoflash.problem import Problem, title
 from autoflash.render import render
@@ -79,7 +78,7 @@ MEASURED_BEST = [
 def test_the_measured_bests_are_candidates_and_the_defaults(head_dim, causal, lengths, knobs):
     for seqlen in lengths:
         problem, config = grid_problem(head_dim, causal, seqlen), config_of(**knobs)
-        assert slow_or_wrong(problem, config, H200) is None
+        assert FAMILY.refusal(problem, config, H200) is None
         assert FAMILY.default(problem, H200) == config
 
 
@@ -204,36 +203,9 @@ def test_knobs_that_would_be_wrong_or_idle_are_refused_with_the_reason(problem, 
 )
 def test_knobs_without_a_chance_are_refused_while_tuning_alone(problem, knobs, words):
     config = config_of(**knobs)
-    reason = slow_or_wrong(problem, config, H200)
+    reason = FAMILY.refusal(problem, config, H200)
     assert reason is None if words is None else words in reason
     assert prefill_hopper_refusal(problem, config.as_dict(), H200) is None
-
-
-def candidates_of(family, problem):
-    return {config.knobs for config, reason in space(family, problem, H200) if reason is None}
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_the_lazy_family_has_the_same_candidates_where_keys_are_many_and_more_of_them_its_own(
-    head_dim, causal
-):
-    shared, many = (grid_problem(head_dim, causal, seqlen) for seqlen in (1024, 16384))
-    assert candidates_of(FAMILY, shared) == candidates_of(lazy.FAMILY, shared)
-    default = FAMILY.default(many, H200)
-    assert default.knobs == lazy.default(many, H200).knobs
-    assert candidates_of(FAMILY, many) == {default.knobs} < candidates_of(lazy.FAMILY, many)
-    assert prefill_hopper_refusal(many, default.as_dict(), H200) is None
-
-
-def test_of_few_blocks_of_keys_the_lazy_familys_default_alone_is_a_candidate():
-    problem = grid_problem(128, True, 512)
-    candidates = [config for config, no in space(lazy.FAMILY, problem, H200) if no is None]
-    default = lazy.default(problem, H200)
-    assert [config for config in candidates if config["BLOCK_N"] == 128] == [default]
-    other = Config.of("prefill_hopper_lazy", {**default.as_dict(), "PING_PONG": 0})
-    assert "at most 4 blocks of keys" in lazy.FAMILY.refusal(problem, other, H200)
-    assert lazy.FAMILY.misfit(problem, other.as_dict(), H200) is None
 
 
 # One head of four causal tiles of 128 rows and keys, 1 to 4 blocks and 1 for the tile itself, on
