@@ -9,13 +9,9 @@ from math import isfinite
 from pathlib import Path
 
 from autoflash import gpu as gpus
-from autoflash.ahead import compiled_ahead
 from autoflash.busy import Busy, Shares, shares_of
 from autoflash.cards import open_card
-from autoflash.child import Failure
 from autoflash.clocks import clock_locked
-from autoflash.contest import Contest
-from autoflash.cross import cross
 from autoflash.effort import Effort, TimeLimit, effort_of
 from autoflash.entrants import Entrants, Lab
 from autoflash.errors import AutoflashError, BudgetError, SearchError
@@ -32,7 +28,8 @@ from autoflash.scratch import scratch_cache
 from autoflash.search import strategy_for
 from autoflash.store import Store
 from autoflash.toolchain import Toolchain, detect_toolchain
-from autoflash.worker import DEADLINES, Deadlines, Device, LimitReached, Worker
+from autoflash.tournament import hold
+from autoflash.worker import DEADLINES, Deadlines, Device, Worker
 from autoflash.workload import Workload
 
 PROTOCOL = "4: as 3, finals of long products led: each sample after 40 ms of its own config"
@@ -191,7 +188,7 @@ def _measure(
         if lab.journal.known:
             lab.progress.notice(f"{lab.journal.known} candidates are known from earlier runs")
         groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
-        decisions, failed = _search(lab, [Entrants(lab, group) for group in groups])
+        decisions, failed = hold(lab, [Entrants(lab, group) for group in groups])
         undecided += failed
         found = (decisions, undecided)
         return result_of(lab, store, run_id, toolchain, workload, *found, [worker.busy])
@@ -233,68 +230,6 @@ def _predict(
         decisions, failed = predict(lab, [Entrants(lab, group) for group in groups])
         found = (decisions, undecided + failed)
         return result_of(lab, store, run_id, toolchain, workload, *found, [])
-
-
-def _search(
-    lab: Lab, all_entrants: Sequence[Entrants]
-) -> tuple[list[Decision], list[tuple[Problem, str]]]:
-    """Every problem's contest, group by group; then each group's finalists on its other shapes."""
-    pairs = [(entrants, p) for entrants in all_entrants for p in entrants.group.problems]
-    with compiled_ahead(lab, pairs):
-        if lab.limit.finite:
-            _time_defaults(lab, pairs)
-        return _contests(lab, all_entrants, len(pairs))
-
-
-def _contests(
-    lab: Lab, all_entrants: Sequence[Entrants], problems: int
-) -> tuple[list[Decision], list[tuple[Problem, str]]]:
-    decisions: list[Decision] = []
-    undecided: list[tuple[Problem, str]] = []
-    for entrants in all_entrants:
-        of_group: list[Decision] = []
-        group = entrants.group.problems
-        # all are screened before the first final: meanwhile what finals need is compiled; but where
-        # the time ends early, some are decided
-        for together in [(p,) for p in group] if lab.limit.finite else [group]:
-            first = len(decisions) + len(undecided) + len(of_group) + 1
-            for problem, decision, why in _decided(lab, entrants, together, first, problems):
-                if decision:
-                    of_group.append(decision)
-                else:
-                    undecided.append((problem, why))
-        decisions += cross(lab, entrants, of_group) if lab.effort.cross_rounds else of_group
-    return decisions, undecided
-
-
-def _decided(
-    lab: Lab, entrants: Entrants, together: Sequence[Problem], first: int, problems: int
-) -> Iterator[tuple[Problem, Decision | None, str]]:
-    """Each with its decision, or why there is none; `first` is the number of the first problem."""
-    numbered = list(enumerate(together, first))
-    contests = {}
-    for number, problem in numbered:
-        lab.progress.begin(problem, number, problems)
-        share = lab.limit.share(problems - number + 1)
-        contests[problem] = Contest(lab, entrants, problem, share)
-        contests[problem].screen()
-    for number, problem in numbered:
-        lab.progress.begin(problem, number, problems)
-        decision = contests[problem].decide()
-        why = "" if decision else contests[problem].why_none()
-        lab.progress.decided(problem, decision, why)
-        yield problem, decision, why
-
-
-def _time_defaults(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> None:
-    """Before any search: where the time ends early, the default is an answer."""
-    for entrants, problem in pairs:
-        try:
-            Contest(lab, entrants, problem, lab.limit).time_default()
-        except LimitReached:
-            return
-        except Failure:  # the problem's own contest will tell
-            continue
 
 
 @contextmanager
