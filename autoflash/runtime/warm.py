@@ -14,8 +14,8 @@ from .installed import installed
 from .launch import Launch, compile_plan, interpreted
 from .masks import BlockLists
 from .match import MATCH_EXACT_FIELDS
-from .modifiers import Modifiers, backward_plan, modifiers_of, prefill_plan
-from .problem import PAGES, Problem
+from .modifiers import Modifiers, backward_plan, decode_plan, modifiers_of, prefill_plan
+from .problem import CHOSEN, PAGES, Problem
 from .recall import recall_module
 from .scales import QUANTISED_ARGUMENTS, cache_form
 from .selection import Row
@@ -95,7 +95,8 @@ def _warm_plan(p: Problem, device: Device, with_lse: bool) -> list[Launch]:
         out = _meta(*q.shape[:-1], p.head_dim_v, dtype=dtype)
         results = (out, _lse(p) if with_lse else None)
         numbers = (scale, p.kv_layout, p.seqlen_k, device.num_sms, knobs)
-        return module.plan(q, *read, lengths, _table(p), *results, *numbers, _warm_workspace)
+        given = (q, *read, lengths, _table(p), *results, *numbers, _warm_workspace)
+        return decode_plan(module, p, modifiers_of(p, _modifiers(p)), *given)
     q, k, v = (
         _meta(*_prefill_shape(p, tokens, heads, width), dtype=dtype)
         for tokens, heads, width in (
@@ -162,7 +163,9 @@ def _modifiers(p: Problem) -> Modifiers:
         packed = ("cu_seqlens_q",) if p.paged else ("cu_seqlens_q", "cu_seqlens_k")
         made |= {name: _meta(p.batch + 1, dtype=torch.int32) for name in packed}
         made |= {"max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
-    if p.paged:
+    if p.pages == CHOSEN:
+        made["page_positions"] = _table(p)
+    elif p.paged and p.op != "decode":
         made |= {"cache_seqlens": _meta(p.batch, dtype=torch.int32), "block_table": _table(p)}
         made |= {"kv_layout": p.kv_layout, "max_seqlen_k": p.seqlen_k}
     return numbers._replace(**made, **_masks(p))

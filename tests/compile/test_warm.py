@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from making import prefill_of, winner_of
+from making import decode_of, prefill_of, winner_of
 
 from autoflash.export import export
 from autoflash.families import family_of
@@ -94,12 +94,16 @@ def measured(problem, gpu, config):
     return described(plan_of(own, inputs, out, lse, gpu, config))
 
 
-def test_the_plans_of_chunks_over_pages_are_those_that_were_measured(tmp_path):
-    chunks = [
+def test_the_plans_of_chunks_over_pages_and_of_modified_steps_are_those_that_were_measured(
+    tmp_path,
+):
+    problems = [
         prefill_of(seqlen_k=2048, page_size=64, kv_layout="hnd", lengths="ragged"),
         prefill_of(seqlen_k=2048, page_size=16, layout="thd", window_left=100, sinks=True),
+        decode_of(page_size=16, window_left=100, sinks=True),
+        decode_of(page_size=16, pages="chosen", lengths="ragged"),
     ]
-    exported = export([winner_of(problem) for problem in chunks])
+    exported = export([winner_of(problem) for problem in problems])
     module = imported(exported, tmp_path)
     for row, made_of in tuned(module, exported):
         assert warmed(module, row) == measured(made_of.problem, made_of.gpu, made_of.config)
