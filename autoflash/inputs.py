@@ -31,8 +31,8 @@ class Inputs:
     `block_table` (batch, max_pages) int32 when paged; a prefill over keys in pages has these too.
     The scales of quantised caches are fp32, of (batch, num_kv_heads), or per token of a cache's
     shape without head_dim. `softcap` 0.0 is off; `alibi_slopes` are fp32 (batch, num_heads), `bias`
-    broadcasts to (batch, num_heads, seqlen_q, seqlen_k), `sinks` are (num_heads,), `rng` is int64
-    (2,), a seed and an offset. Of chosen pages
+    broadcasts to (batch, num_heads, seqlen_q, seqlen_k), or as many keys as a cache can hold,
+    `sinks` are (num_heads,), `rng` is int64 (2,), a seed and an offset. Of chosen pages
     `page_positions` (batch, max_pages) int32 tells which of its sequence's pages each entry of the
     table is, -1 none.
     Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
@@ -77,7 +77,7 @@ class Inputs:
         """As prefill() and decode() take them."""
         p = self.problem
         if p.op == "decode":
-            given = Modifiers(p.window, self.softcap, self.alibi_slopes, None, self.sinks)
+            given = Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
             return given._replace(page_positions=self.page_positions)
         given = Modifiers(
             p.window,
@@ -332,5 +332,8 @@ def make_inputs(
             block_table = block_table.masked_fill((places >= used) | (places < 0), POISON_PAGE)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     positions = places if p.pages == CHOSEN else None
-    on = {"page_positions": positions, **modifiers_for(p, normal, device, seed)}
+    capacity = slots[1] if block_table is None else block_table.shape[1] * p.page_size
+    keys = max(1, int(valid.max())) if p.pages == CHOSEN else capacity
+    dead = valid.tolist() if poison else ()
+    on = {"page_positions": positions, **modifiers_for(p, normal, device, seed, keys, dead)}
     return Inputs(p, q, k, v, cache_seqlens, block_table, **scales, **on, **starts)

@@ -70,7 +70,7 @@ def _few_prefills() -> list[Problem]:
         kind(masked_by="blocks", density=MIXED, mask_block_q=32, mask_block_k=64),
         kind(masked_by="documents", density=MIXED, causal=True),
         kind(masked_by="prefix", density=MIXED, causal=True),
-        kind(page_size=3, causal=True, kv_layout="hnd"),
+        kind(page_size=3, causal=True, kv_layout="hnd", bias=True),
         kind(page_size=16, layout="thd", window_left=16, softcap=True, alibi=True, sinks=True),
     ]
 
@@ -83,7 +83,7 @@ def _few_decodes() -> list[Problem]:
     return [
         kind(40, 4, 2, kv_layout="hnd"),
         kind(dtype="fp32"),
-        kind(dtype="fp16", page_size=3),
+        kind(dtype="fp16", page_size=3, bias=True),
         kind(page_size=16, seqlen_q=2),
         kind(32, 2, 1, page_size=16, kv_dtype="fp8_e4m3", kv_scales="head"),
         kind(32, 2, 1, kv_dtype="int8", kv_scales="token"),
@@ -130,6 +130,7 @@ def _prefills_over_pages(wide: Problem, plain: Problem) -> Iterator[Problem]:
     ):
         yield like(wide, layout=layout, page_size=page_size, **mask)
         yield like(wide, layout=layout, page_size=page_size, **mask, **everything)
+        yield like(wide, layout=layout, page_size=page_size, **mask, bias=True)
     for page_size in PAGE_SIZES:
         yield like(plain, page_size=page_size, causal=True)
     for dtype, head_dim in (("fp32", 64), ("fp16", 40), ("bf16", 256)):
@@ -139,6 +140,7 @@ def _prefills_over_pages(wide: Problem, plain: Problem) -> Iterator[Problem]:
     for layout in ("bshd", "bhsd", "thd"):
         yield like(plain, page_size=16, layout=layout, kv_layout="hnd", causal=True)
     yield like(plain, page_size=64, head_dim=192, head_dim_v=128, causal=True)
+    yield like(wide, page_size=16, window_left=16, softcap=True, bias=True, sinks=True)
 
 
 def _all_decodes() -> Iterator[Problem]:
@@ -171,12 +173,30 @@ def _all_decodes() -> Iterator[Problem]:
     for seqlen_q, left, *on in product((1, 3), (-1, 16), on_off, on_off, on_off):
         fields = dict(zip(("softcap", "alibi", "sinks"), on, strict=True))
         yield like(wide, page_size=16, seqlen_q=seqlen_q, window_left=left, **fields)
+    yield from _biased_decodes(wide, latent)
     for seqlen_q, (kv_dtype, kv_scales) in product(
         (1, 4), (("fp8_e4m3", "head"), ("int8", "token"))
     ):
         everything = {"window_left": 16, "softcap": True, "alibi": True, "sinks": True}
         fields = {"kv_dtype": kv_dtype, "kv_scales": kv_scales, **everything}
         yield like(wide, seqlen_q=seqlen_q, **fields)
+
+
+def _biased_decodes(wide: Problem, latent: Problem) -> Iterator[Problem]:
+    beside: tuple[dict[str, Any], ...] = (
+        {},
+        {"window_left": 16, "softcap": True, "sinks": True},
+        {"dtype": "fp32"},
+        {"kv_dtype": "fp8_e4m3", "kv_scales": "head"},
+        {"kv_dtype": "int8", "kv_scales": "token"},
+    )
+    for page_size, seqlen_q, more in product((0, 16), (1, 3), beside):
+        yield like(wide, bias=True, page_size=page_size, seqlen_q=seqlen_q, **more)
+    yield like(wide, bias=True, page_size=16, seqlen_q=3, pages="chosen")
+    for heads, kv_heads in RATIOS:
+        sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 64}
+        yield like(wide, bias=True, page_size=16, **sizes)
+    yield like(latent, head_dim_v=512, bias=True, page_size=16, seqlen_q=2)
 
 
 def like(problem: Problem, **changes: Any) -> Problem:

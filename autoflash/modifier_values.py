@@ -1,6 +1,6 @@
 """Values of what modifies a problem's scores and their softmax, as calls of it are given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,18 @@ RNG = -(2**40) - 1, 2**33 + 7  # seed and offset of dropout, of more than 32 bit
 
 
 def modifiers_for(
-    problem: Problem, normal: Callable[..., torch.Tensor], device: str | torch.device, seed: int
+    problem: Problem,
+    normal: Callable[..., torch.Tensor],
+    device: str | torch.device,
+    seed: int,
+    keys: int | None = None,
+    dead_after: Sequence[int] = (),
 ) -> dict[str, Any]:
     """The modifiers of a call. Slopes are those of ALiBi, steeper from sequence to sequence.
 
-    A bias is the same for all sequences, as one of relative positions is. The seed
-    is another for each of the inputs'.
+    A bias is the same for all sequences, as one of relative positions is, but in decode, where the
+    last query is at another position in each. It has as many `keys` as a cache can hold, and after
+    the lengths `dead_after` is full of NaN. The seed is another for each of the inputs'.
     """
     p = problem
     made: dict[str, Any] = {"softcap": SOFTCAP if p.softcap else 0.0}
@@ -27,7 +33,11 @@ def modifiers_for(
         steeper = 1 + torch.arange(p.batch, device=device) / p.batch
         made["alibi_slopes"] = steeper[:, None] * 2 ** (-8 * heads / p.num_heads)
     if p.bias:
-        made["bias"] = normal(1, p.num_heads, p.seqlen_q, p.seqlen_k)
+        own = p.batch if p.op == "decode" else 1
+        made["bias"] = normal(own, p.num_heads, p.seqlen_q, p.seqlen_k if keys is None else keys)
+        for b in range(own if dead_after else 0):
+            end = dead_after[b] if own > 1 else max(dead_after)
+            made["bias"][b, ..., end:] = float("nan")
     if p.sinks:
         made["sinks"] = normal(p.num_heads).float()
     if p.dropout:

@@ -29,9 +29,8 @@ class Variant:
     documents: bool = False
     prefix: bool = False
     head_dim_v: bool = False  # v has other channels than q and k
-    modified: bool = (
-        False  # of decode: what of the above is on is told by arguments that may be None
-    )
+    # of decode: what of the above is on, but for a bias, is told by arguments that may be None
+    modified: bool = False
     varlen: bool = False  # sequences packed one after the other
     paged: bool = False
     queries: bool = False  # several query tokens a sequence
@@ -73,7 +72,7 @@ class Variant:
 
     @property
     def chunked(self) -> bool:
-        """Whether it is a prefill over keys in pages: modifiers are arguments that may be None."""
+        """Whether it is a prefill over pages: modifiers, a bias apart, are arguments or None."""
         return self.op == "prefill" and self.paged
 
     @property
@@ -89,7 +88,17 @@ class Variant:
     @property
     def penalises(self) -> bool:
         """Whether distance may be taken off the scores of a prefill."""
-        return self.alibi or self.chunked
+        return self.alibi or (self.chunked and not self.bias)
+
+    @property
+    def added_to_scores(self) -> str:
+        """What a decode kernel calls what it adds to scores, or takes off them."""
+        return "biases" if self.bias else "slopes_log2"
+
+    @property
+    def query_of_rows(self) -> str:
+        """What it calls the query token of each of its rows."""
+        return "queries" if self.queries else "0"
 
     @property
     def changes_scores(self) -> bool:

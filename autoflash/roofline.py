@@ -103,8 +103,9 @@ def floor(problem: Problem, gpu: Gpu) -> Floor:
         flops = 2 * p.num_heads * visible_pairs(p) * (3 * p.head_dim + 2 * p.head_dim_v)
         moved *= 2  # dout and dq beside q and out, dk and dv beside k and v
         moved += rows * 4  # lse
-    if p.bias:  # the same for all sequences
-        moved += visible_pairs(p) // p.batch * p.num_heads * p.dtype_bytes
+    if p.bias:  # the same for all sequences, but in decode, where each has its own
+        shared_by = 1 if p.op == "decode" else p.batch
+        moved += visible_pairs(p) // shared_by * p.num_heads * p.dtype_bytes
     if not (gpu.dram_gbps and gpu.tflops_16bit):
         return Floor(flops, moved, 0.0, "memory" if p.op == "decode" else "compute")
     # fp32 products run as fp32 on the ordinary cores: a sixteenth of the 16-bit tensor rate

@@ -28,7 +28,8 @@ def changed_scores(
         places = torch.arange(queries, device=scores.device)[rows]
         scores = scores - slopes * places_after(places, keys, queries)[:, columns].abs()
     if modifiers.bias is not None:
-        scores = scores + modifiers.bias[b, heads][:, rows][:, :, columns].to(scores.dtype)
+        bias = modifiers.bias[b, heads][:, rows][:, :, :keys]  # a cache's goes on past the length
+        scores = scores + bias[:, :, columns].to(scores.dtype)
     return scores
 
 

@@ -160,6 +160,7 @@ class DecodeEntry(Model):
     window_left: OneOrMany[Side] = Field(default=[-1])
     softcap: OneOrMany[bool] = Field(default=[False])
     alibi: OneOrMany[bool] = Field(default=[False])
+    bias: OneOrMany[bool] = Field(default=[False])
     sinks: OneOrMany[bool] = Field(default=[False])
     weight: Weight = 1.0
 

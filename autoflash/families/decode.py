@@ -60,10 +60,13 @@ def variant(problem: Problem) -> Variant:
 
 
 def decode_variant(family: str, problem: Problem) -> Variant:
-    """One text has all modifiers: what a call has not is None, of which no trace is compiled."""
+    """One text has all modifiers: what a call has not is None, of which no trace is compiled.
+
+    A bias, which has an axis of keys, takes the place of slopes in a text of its own.
+    """
     switches = dict.fromkeys(problem.switches, True)
     modified = [switches.pop(name) for name in ("window", *MODIFIERS, CHOSEN) if name in switches]
-    return Variant(family, "decode", **switches, modified=bool(modified))
+    return Variant(family, "decode", **switches, bias=problem.bias, modified=bool(modified))
 
 
 def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:

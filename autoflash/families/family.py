@@ -99,8 +99,8 @@ def samples(family: Family) -> list[Problem]:
     every = []
     for on in product((False, True), repeat=len(names)):
         switches = dict(zip(names, on, strict=True))
-        paged = switches["paged"] and family.op == "prefill"
-        if switches["bias"] and (switches["alibi"] or switches["varlen"] or paged):
+        packed = switches["varlen"] and not (switches["paged"] and family.op == "prefill")
+        if switches["bias"] and (switches["alibi"] or packed):
             continue  # they exclude each other
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
         every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .mask_rule import INT32_LIMIT
 from .masks import mask_fields
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .packed import packed_fields, packed_layout
@@ -116,6 +117,8 @@ def decode_problem(
         raise ProblemError(f"decode: pages {CHOSEN!r} is for calls with page_positions")
     most = most_keys("decode", max_seqlen_k, capacity)
     head_shapes = ((kv_heads,), (batch, kv_heads))
+    if positions is not None and modifiers.bias is not None and modifiers.bias.dim():
+        capacity = modifiers.bias.shape[-1]  # of whole sequences, of which some pages are read
     whole = (batch, q.shape[2], q.shape[1], capacity)
     return Problem(
         op="decode",
@@ -169,14 +172,16 @@ def check_cache_entries(
     cache_seqlens: torch.Tensor,
     block_table: torch.Tensor | None,
     page_positions: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Raise ProblemError for a length or a used page id out of range. Waits for the device."""
     longest, shortest = int(cache_seqlens.max()), int(cache_seqlens.min())
-    if shortest < 0 or (longest > problem.seqlen_k and page_positions is None):
+    most = problem.seqlen_k
+    if page_positions is not None:  # of longer sequences, all of whose keys a bias has
+        most = bias.shape[-1] if bias is not None and bias.shape[-1:] > (1,) else INT32_LIMIT - 1
+    if shortest < 0 or longest > most:
         wrong = shortest if shortest < 0 else longest
-        raise ProblemError(
-            f"{problem.op}: cache_seqlens holds {wrong}, not in 0..{problem.seqlen_k}"
-        )
+        raise ProblemError(f"{problem.op}: cache_seqlens holds {wrong}, not in 0..{most}")
     if block_table is None:
         return
     used_pages = (cache_seqlens + problem.page_size - 1) // problem.page_size

@@ -54,7 +54,7 @@ def chunked_problem(
         "prefill", {"k": k, "v": v}, q, sizes["batch"], *cached
     )
     most = most_keys("prefill", given.max_seqlen_k, capacity)
-    whole = (sizes["batch"], q.shape[heads], sizes["seqlen_q"], most)
+    whole = (sizes["batch"], q.shape[heads], sizes["seqlen_q"], capacity)
     problem = Problem(
         op="prefill",
         dtype=ARGUMENT_DTYPES[q.dtype],

@@ -42,6 +42,8 @@ PREFILL_BIAS_WARPGROUP_DEFAULTS = {
     128: ((64, 64, 8, 2, "descriptor"),),
     256: ((64, 64, 8, 2, "descriptor"),),
 }
+# The addresses of keys in pages take more: 64 of them spill 384 bytes.
+PREFILL_BIAS_PAGES_WIDEST = ((64, 32, 8, 2, "descriptor"),)
 PREFILL_BIAS_WARP_DEFAULTS = {
     64: ((64, 32, 4, 3, "pointer"),),
     128: ((64, 32, 4, 2, "pointer"),),
@@ -58,6 +60,8 @@ def prefill_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_head_dim = PREFILL_WARPGROUP_DEFAULTS
         if problem.bias:
             by_head_dim = PREFILL_BIAS_WARPGROUP_DEFAULTS
+            if problem.paged:
+                by_head_dim = {**by_head_dim, 256: PREFILL_BIAS_PAGES_WIDEST}
     else:
         by_head_dim = PREFILL_BIAS_WARP_DEFAULTS if problem.bias else PREFILL_WARP_DEFAULTS
     widest = max(problem.head_dim, problem.head_dim_v)

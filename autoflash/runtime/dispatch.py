@@ -45,9 +45,9 @@ PREFILL_OTHERS = ("cache_seqlens", "kv_layout", "q_scale", "k_scale", "v_scale")
 RECALLED_PREFILL = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks", "rng")
 RECALLED_DECODE = (
     *("cache_seqlens", "block_table", "out", "lse"),
-    *("alibi_slopes", "sinks", "page_positions"),
+    *("alibi_slopes", "bias", "sinks", "page_positions"),
 )
-DECODE_OTHERS = ("bias", "document_ids", "prefix_lens", "mask")
+DECODE_OTHERS = ("document_ids", "prefix_lens", "mask")
 
 
 def prefill(
@@ -108,8 +108,9 @@ def prefill(
     `cu_seqlens_k`, int32 or int64 (batch + 1,), say where each begins; none has more queries than
     `max_seqlen_q`, nor more keys than `max_seqlen_k`. Rows past the last one are not written.
     With a `block_table` the keys are those of a cache, of which q, packed too, are the last: k, v,
-    `block_table`, `cache_seqlens` and `kv_layout` are as in decode(), any number of queries may
-    come at once, and `max_seqlen_k`, which no length may pass, only helps the choice.
+    `block_table`, `cache_seqlens`, `kv_layout` and a `bias`, packed queries counted in their own
+    sequence, are as in decode(), any number of queries may come at once, and `max_seqlen_k`, which
+    no length may pass, only helps the choice.
     Never waits for the device, but to look at these with `check`.
     Where the module carries a backward, `out` and `lse` are differentiable once with respect to q,
     k, v, `bias` and `sinks`. With `deterministic` the same call has the same gradients to the bit;
@@ -244,8 +245,10 @@ def decode(
     number, or fp32 of one element, of (num_kv_heads,) or (batch, num_kv_heads), or one for each
     head of each token, of the cache's shape without head_dim. `cache_seqlens` counts the valid
     tokens, the queries' own included; slots and table entries past them may hold anything.
-    `window`, `softcap`, `alibi_slopes` and `sinks` are as in prefill(); keys before the windows of
-    all queries of a sequence are not read.
+    `window`, `softcap`, `alibi_slopes`, `bias` and `sinks` are as in prefill(); keys before the
+    windows of all queries of a sequence are not read. A bias broadcasts to (batch, num_heads,
+    seqlen_q, tokens that the cache, or the table's pages, can hold); past a length it may hold
+    anything. With `page_positions` it has as many keys as the longest sequence, or more.
     With `page_positions`, whole numbers as the `block_table`, some pages of each sequence are read:
     each entry tells which page of its sequence, counted from 0, stands there in the table, a
     negative one that none does; no page may stand there twice. Of latent attention k_cache has one
@@ -267,27 +270,26 @@ def decode(
         result = recalled["decode"].launch(values)
         if result is not NotImplemented:
             return result
-    others = (bias, document_ids, prefix_lens, mask)
-    refuse_arguments("decode", DECODE_OTHERS, others)
+    refuse_arguments("decode", DECODE_OTHERS, (document_ids, prefix_lens, mask))
     hints = (max_seqlen_k, lengths, pages)
     if torch.compiler.is_compiling():
         refuse_arguments("decode: in a graph", ("batch_invariant",), (batch_invariant or None,))
         read = (q, k_cache, v_cache, cache_seqlens, block_table, (k_scale, v_scale), kv_layout)
-        modified = (alibi_slopes, sinks, page_positions, *window, softcap)
+        modified = (alibi_slopes, bias, sinks, page_positions, *window, softcap)
         return decode_traced(*read, hints, modified, softmax_scale, check, out, return_lse)
     kv_layout = identified_layout("decode", kv_layout, k_cache, block_table is not None)
-    on = (alibi_slopes, sinks, page_positions)
+    on = (alibi_slopes, bias, sinks, page_positions)
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on)
     key = (
         *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window),
         batch_invariant,
         *(scale_number(k_scale), scale_number(v_scale)),
         *(v_cache is None, block_table is None, k_scale is None, v_scale is None, out is None),
-        *(alibi_slopes is None, sinks is None, page_positions is None),
+        *(alibi_slopes is None, bias is None, sinks is None, page_positions is None),
     )
     form = (key, *map(form_of, given))
     served = served_before(form)
-    modifiers = Modifiers(window, softcap, alibi_slopes, sinks=sinks, page_positions=page_positions)
+    modifiers = Modifiers(window, softcap, *on[:3], page_positions=page_positions)
     # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
     add_query_axis, own_out = served is None and q.dim() == 3, out
     if add_query_axis:
@@ -300,7 +302,7 @@ def decode(
         if out is not None:
             check_output("decode", out, q, problem.head_dim_v)
     if check:
-        check_cache_entries(problem, k_cache, cache_seqlens, block_table, page_positions)
+        check_cache_entries(problem, k_cache, cache_seqlens, block_table, page_positions, bias)
     scales = [
         scale_form(each, problem.kv_scales, problem.batch, problem.num_kv_heads)
         for each in (k_scale, v_scale)
@@ -323,7 +325,7 @@ def decode(
         rest = (scale, kv_layout, problem.seqlen_k, num_sms, tally.choice.knobs)
         first = (tally.choice.module, problem, modifiers)
         make_plan = partial(decode_plan, *first, *tensors, *rest)
-        on = (modifiers.alibi_slopes, sinks, page_positions)
+        on = (modifiers.alibi_slopes, modifiers.bias, sinks, page_positions)
         launch_first(form, tally, (*tensors, *on), make_plan)
     if add_query_axis:
         out = out.squeeze(1) if own_out is None else own_out

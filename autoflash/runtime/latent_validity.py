@@ -16,8 +16,6 @@ def decode_latent_unsupported(problem: Problem, gpu: Any) -> str | None:
         return "serves decode of latent attention, head_dim 576 and head_dim_v 512"
     if p.dtype == "fp32" or not p.dtype == p.kv_dtype == p.out_dtype:
         return f"dtype {p.dtype} and kv_dtype {p.kv_dtype} are not one type of 16 bits"
-    if p.bias:
-        return "bias is not served by decode yet"
     if p.batch_invariant:
         return "batch_invariant is not served yet: the number of splits depends on the batch"
     if gpu.vendor == "nvidia" and gpu.capability < 80:
@@ -46,7 +44,7 @@ def decode_latent_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: An
     """A bound of the shared memory a program takes, found from what triton 3.6 compiles.
 
     Products of whole warp groups read every stage there. Others hold one buffer less than stages,
-    and pass p through it; AMD keeps q in registers.
+    and pass p through it; AMD keeps q in registers. A tile of a bias changes hands.
     """
     block_m, block_n, stages = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["num_stages"]
     tile = block_n * problem.head_dim * problem.dtype_bytes
@@ -55,6 +53,7 @@ def decode_latent_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: An
     passed = block_m * block_n * problem.dtype_bytes
     if block_m >= 64 and 90 <= gpu.capability < 120:
         beside = result if gpu.capability >= 100 else 0  # it goes to tensor memory and comes back
+        beside += passed * problem.bias
         return q_tile + stages * tile + beside + 1024
     held = 0 if gpu.vendor == "amd" else q_tile
     return max(held + max(1, stages - 1) * tile + passed, result) + 1024

@@ -11,7 +11,7 @@ from .dropping import check_dropout, whole_probability
 from .masks import BlockLists, Masks, expanded_lists
 from .problem import CHOSEN, NONE, Problem, ProblemError
 
-BIAS_STEP_LIMIT = 2**23  # elements: within a tile of 128 by 128 offsets are of 32 bits
+BIAS_STEP_LIMIT = 2**23  # elements: within a prefill's tile of 128 by 128 offsets are of 32 bits
 MODIFIER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -114,7 +114,7 @@ def modifiers_of(problem: Problem, given: Modifiers) -> Modifiers:
     if slopes is not None:
         slopes = slopes.expand(p.batch, p.num_heads)
     if bias is not None:
-        bias = bias.expand(p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+        bias = bias.expand(p.batch, p.num_heads, p.seqlen_q, _keys_of_bias(p, bias))
     if blocks is not None:
         blocks = expanded_lists(p, blocks)
     whole = {"alibi_slopes": slopes, "bias": bias, "block_mask": blocks}
@@ -199,5 +199,15 @@ def _check_bias(function: str, bias: torch.Tensor, shape: tuple[int, ...]) -> No
     )
     if not fits:
         raise ProblemError(f"{function}: bias is {sizes}, which does not broadcast to {shape}")
-    if any(step >= BIAS_STEP_LIMIT for step in bias.expand(shape).stride()[2:]):
+    steps = bias.expand(shape).stride()[2:]
+    if function != "decode" and any(step >= BIAS_STEP_LIMIT for step in steps):
         raise ProblemError(f"{function}: bias has queries or keys {BIAS_STEP_LIMIT} elements apart")
+
+
+def _keys_of_bias(problem: Problem, bias: torch.Tensor) -> int:
+    """How many keys a bias has once it is expanded: of a cache, all that this may hold."""
+    if problem.op != "decode" and not problem.paged:
+        return problem.seqlen_k
+    keys = bias.shape[-1] if bias.dim() else 1
+    # what all keys share has a stride of 0, however few of them are expected
+    return keys if keys != 1 else max(2, problem.seqlen_k)

@@ -143,10 +143,10 @@ def decode_traced(
 ) -> Any:
     """decode() of a graph that torch.compile makes.
 
-    `hints` are max_seqlen_k, lengths and pages, `modified` slopes, sinks, positions of pages, both
-    sides of the window and the softcap.
+    `hints` are max_seqlen_k, lengths and pages, `modified` slopes, bias, sinks, positions of pages,
+    both sides of the window and the softcap.
     """
-    _refuse_traced_gradients("decode", q, k_cache, v_cache, *modified[:2])
+    _refuse_traced_gradients("decode", q, k_cache, v_cache, *modified[:3])
     max_seqlen_k, *distribution = hints
     *tensors, left, right, softcap = modified
     options = (

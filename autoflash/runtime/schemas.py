@@ -27,8 +27,8 @@ DECODE_OPTIONS = (
     "Tensor? block_table=None, SymInt? max_seqlen_k=None, str kv_layout='nhd',"
     " float? softmax_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, float? k_number=None,"
     " float? v_number=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0,"
-    " Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? page_positions=None,"
-    " str lengths='ragged', str pages='permuted', bool check=False"
+    " Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? sinks=None,"
+    " Tensor? page_positions=None, str lengths='ragged', str pages='permuted', bool check=False"
 )
 APPEND_OPTIONS = (
     "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, float? k_number=None,"

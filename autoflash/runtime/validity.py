@@ -114,8 +114,6 @@ def decode_unsupported(problem: Problem, gpu: Any) -> str | None:
     p = problem
     if p.op != "decode":
         return f"serves decode, not {p.op}"
-    if p.bias:
-        return "bias is not served by decode yet"
     if p.head_dim_v != p.head_dim:
         return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
     if p.quantised and p.dtype == "fp32":
@@ -186,9 +184,15 @@ def decode_ring_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> i
 
 
 def decode_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
-    """A bound of the shared memory that a program takes: never less than what is compiled."""
+    """A bound of the shared memory that a program takes: never less than what is compiled.
+
+    A tile of a bias changes hands to lie as scores do; one of fp32 is fetched ahead as well.
+    """
     block_m, block_d = decode_block_m(problem), decode_block_d(problem)
     q_and_p = block_m * (block_d + knobs["BLOCK_N"]) * problem.dtype_bytes
+    if problem.bias:
+        ahead = max(1, knobs["num_stages"] - 1) if problem.dtype == "fp32" else 1
+        q_and_p += block_m * knobs["BLOCK_N"] * problem.dtype_bytes * ahead
     result = 4 * block_m * block_d  # fp32 rows change hands between threads to be stored
     if problem.quantised and _decode_warp_group(problem, knobs, gpu):
         q_and_p += 2 * knobs["BLOCK_N"] * block_d * problem.dtype_bytes  # widened, and put back

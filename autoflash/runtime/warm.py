@@ -151,7 +151,8 @@ def _lse(p: Problem) -> torch.Tensor:
 def _modifiers(p: Problem) -> Modifiers:
     numbers = Modifiers(p.window, 1.0 if p.softcap else 0.0)
     dtype = WARM_DTYPES[p.dtype]
-    heads, rows = p.num_heads, (1, p.num_heads, p.seqlen_q, p.seqlen_k)
+    heads, keys = p.num_heads, _pages(p) * p.page_size if p.paged else p.seqlen_k
+    rows = (p.batch if p.op == "decode" else 1, p.num_heads, p.seqlen_q, keys)
     made: dict[str, Any] = {
         "alibi_slopes": _meta(heads, dtype=torch.float32) if p.alibi else None,
         "bias": _meta(*rows, dtype=dtype) if p.bias else None,

@@ -62,6 +62,10 @@ def decode_with_modifiers(module):
     return decode(module, alibi_slopes=torch.rand(4), sinks=normal(4))
 
 
+def decode_with_bias(module):
+    return decode(module, bias=normal(2, 4, 1, 4096), sinks=normal(4))
+
+
 def append(module):
     caches = {name: torch.zeros(3, 4, 2, 32, dtype=torch.float8_e4m3fn) for name in ("k_c", "v_c")}
     tensors = {"k": normal(2, 2, 32), "v": normal(2, 2, 32), **caches, "slots": torch.arange(2)}

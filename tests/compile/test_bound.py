@@ -11,6 +11,7 @@ from fake_calls import (
     append,
     chunks,
     decode,
+    decode_with_bias,
     decode_with_modifiers,
     normal,
     packed,
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.skipif(
         chunks,
         decode,
         decode_with_modifiers,
+        decode_with_bias,
         append,
     ],
 )
@@ -53,7 +55,7 @@ def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, 
             monkeypatch.setattr(module, "served_before", None)
         tensors = call(module)
         assert told(driver.launched, tensors) == expected
-    twice = (decode, decode_with_modifiers, prefill_with_dropout)
+    twice = (decode, decode_with_modifiers, decode_with_bias, prefill_with_dropout)
     assert len(expected) == (2 if call in twice else 1)
 
 

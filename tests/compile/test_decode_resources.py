@@ -97,22 +97,23 @@ def test_the_bound_of_shared_memory_holds_for_quantised_caches(case: tuple) -> N
     check_bound(TARGETS[arch], p, config(arch, *values))
 
 
-# (arch, heads, knobs of decode_latent): what warps multiply alone, and whole warp groups
+# (arch, heads, a bias or none, knobs of decode_latent): what warps multiply alone, and whole groups
 LATENT = [
-    ("sm_80", 128, "group", 32, 32, 8, 2),
-    ("sm_86", 16, "split", 16, 32, 4, 2),
-    ("sm_90", 16, "group", 16, 16, 4, 2),
-    ("sm_90", 128, "split", 64, 64, 8, 2),
-    ("sm_90", 128, "split", 32, 64, 8, 2),
-    ("gfx942", 16, "split", 16, 16, 4, 2),
+    ("sm_80", 128, False, "group", 32, 32, 8, 2),
+    ("sm_86", 16, False, "split", 16, 32, 4, 2),
+    ("sm_90", 16, False, "group", 16, 16, 4, 2),
+    ("sm_90", 128, False, "split", 64, 64, 8, 2),
+    ("sm_90", 128, True, "split", 64, 32, 8, 2),
+    ("sm_90", 128, False, "split", 32, 64, 8, 2),
+    ("gfx942", 16, False, "split", 16, 16, 4, 2),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LATENT, ids=str)
 def test_the_bound_of_shared_memory_holds_for_latent_attention(case: tuple) -> None:
-    arch, num_heads, schedule, *tile = case
-    gpu, p = TARGETS[arch], problem("bf16", 576, num_heads, head_dim_v=512)
+    arch, num_heads, bias, schedule, *tile = case
+    gpu, p = TARGETS[arch], problem("bf16", 576, num_heads, head_dim_v=512, bias=bias)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     default = latent.FAMILY.default(p, gpu).as_dict()
     knobs = {**default, **dict(zip(names, tile, strict=True)), "SCHEDULE": schedule}
@@ -120,6 +121,35 @@ def test_the_bound_of_shared_memory_holds_for_latent_attention(case: tuple) -> N
     bound = decode_latent_smem_bytes(p, knobs, gpu)
     assert compiled.smem_bytes <= bound < 2 * compiled.smem_bytes
     assert (compiled.spill_bytes or 0) <= latent.FAMILY.max_spills
+
+
+# (arch, dtype, head_dim, seqlen_q of eight heads, knobs): tiles of a bias, and some fetched ahead
+BIASED = [
+    ("sm_80", "bf16", 128, 1, "group", 0, 32, 2, 4),
+    ("sm_90", "bf16", 128, 1, "group", 1, 128, 4, 2),
+    ("sm_90", "bf16", 16, 9, "split", 0, 128, 8, 2),
+    ("sm_90", "fp32", 64, 9, "group", 0, 32, 8, 2),
+    ("sm_80", "fp32", 128, 1, "group", 0, 32, 8, 3),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BIASED, ids=str)
+def test_the_bound_of_shared_memory_holds_with_a_bias(case: tuple) -> None:
+    arch, dtype, head_dim, seqlen_q, *values = case
+    p = problem(dtype, head_dim, seqlen_q=seqlen_q, bias=True)
+    check_bound(TARGETS[arch], p, config(arch, *values))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "schedule", "swap"), [(64, "split", 1), (128, "group", 0), (256, "group", 1)]
+)
+def test_a_bias_does_not_spill_on_the_h200(head_dim: int, schedule: str, swap: int) -> None:
+    gpu, chosen = TARGETS["sm_90"], config("sm_90", schedule, swap, 64, 4, 3)
+    p = Problem("decode", "bf16", 8, 32, 8, head_dim, 1, 512, page_size=16, bias=True)
+    assert decode_refusal(p, chosen.as_dict(), gpu) is None
+    assert compile_candidate(p, chosen, gpu).spill_bytes == 0
 
 
 def check_bound(gpu: Gpu, p: Problem, chosen: Config) -> None:

@@ -47,6 +47,8 @@ GOLDEN_VARIANTS = (
     Variant("prefill", "prefill", paged=True),
     Variant("prefill", "prefill", causal=True, paged=True),
     Variant("prefill", "prefill", window=True, varlen=True, paged=True),
+    Variant("prefill", "prefill", causal=True, bias=True, paged=True),
+    Variant("prefill", "prefill", window=True, bias=True, varlen=True, paged=True),
     Variant("prefill_hopper", "prefill"),
     Variant("prefill_hopper", "prefill", causal=True),
     Variant("decode", "decode"),
@@ -65,13 +67,18 @@ GOLDEN_VARIANTS = (
         *("decode", "decode"),
         **dict.fromkeys(("modified", "paged", "queries", "quantised", "token_scales"), True),
     ),
+    Variant("decode", "decode", bias=True, modified=True),
+    Variant("decode", "decode", bias=True, modified=True, paged=True, queries=True),
+    Variant("decode", "decode", bias=True, modified=True, paged=True, quantised=True),
     Variant("decode_last", "decode"),
+    Variant("decode_last", "decode", bias=True, modified=True, paged=True),
     Variant("decode_last", "decode", modified=True, paged=True),
     Variant("decode_last", "decode", paged=True),
     Variant("decode_last", "decode", paged=True, queries=True, quantised=True, token_scales=True),
     Variant("decode_latent", "decode", queries=True),
     Variant("decode_latent", "decode", paged=True, queries=True),
     Variant("decode_latent", "decode", modified=True, paged=True, queries=True),
+    Variant("decode_latent", "decode", bias=True, modified=True, paged=True, queries=True),
     Variant("backward", "backward"),
     Variant("backward", "backward", causal=True),
     Variant("backward", "backward", window=True),
@@ -125,7 +132,8 @@ def problem_of(variant: Variant, **changes) -> Problem:
         "head_dim_v": 64 if variant.head_dim_v else 0,
         "window_left": 100 if variant.window or variant.modified else -1,
         **{modifier: getattr(variant, modifier) for modifier in MODIFIERS},
-        **dict.fromkeys(("softcap", "alibi", "sinks") if variant.modified else (), True),
+        **dict.fromkeys(("softcap", "sinks") if variant.modified else (), True),
+        **dict.fromkeys(("alibi",) if variant.modified and not variant.bias else (), True),
         **masks_of(variant),
     }
     latent = {"head_dim": 576, "head_dim_v": 512, "num_kv_heads": 1} if variant.latent else {}
@@ -205,7 +213,7 @@ SCARCE = [
     pytest.param(variant, dtype, head_dim, id=f"{variant.name}-{dtype}-{head_dim}")
     for variant in GOLDEN_VARIANTS
     for dtype, head_dim in (("fp16", 256), ("fp32", 256), ("bf16", 80))
-    if is_plain(variant) or (dtype == "fp16" and meets_others(variant))
+    if is_plain(variant) or (dtype == "fp16" and meets_others(variant) and not variant.latent)
     if FAMILIES[variant.family] in serving(problem_of(variant), TARGETS["sm_86"])
 ]
 

@@ -40,6 +40,8 @@ UNTUNED = [
     Problem("decode", "bf16", 9, 64, 8, 64, 1, 3000, page_size=16, window_left=127, sinks=True),
     Problem("decode", "bf16", 9, 16, 8, 256, 1, 5000, page_size=16, window_left=4095, softcap=True),
     Problem("decode", "fp16", 2, 8, 2, 128, 5, 700, alibi=True, lengths="ragged"),
+    Problem("decode", "bf16", 9, 32, 8, 128, 1, 2000, page_size=16, bias=True, lengths="ragged"),
+    Problem("decode", "fp16", 2, 8, 2, 64, 4, 700, bias=True, sinks=True, window_left=100),
     Problem("decode", "bf16", 9, 32, 8, 128, 1, 2048, page_size=16, pages="chosen", alibi=True),
     Problem("decode", "bf16", 5, 128, 1, 576, 1, 3000, head_dim_v=512, page_size=64),
     Problem("decode", "fp16", 3, 16, 1, 576, 2, 700, head_dim_v=512, lengths="ragged"),

@@ -81,12 +81,13 @@ def make_tensors(case: dict, device: str) -> dict[str, torch.Tensor]:
 def modifiers(case: dict, normal: Callable[..., torch.Tensor]) -> dict:
     """What the case has on: a bias that all sequences and heads share, the rest of each head."""
     heads, made = case["num_heads"], {}
+    keys, size = case["seqlen_k"], case["page_size"] or 1
     if case["softcap"]:
         made["softcap"] = 1.5
     if case["alibi"]:
         made["alibi_slopes"] = normal(case["batch"], heads).float().abs()
     if case["bias"]:
-        made["bias"] = normal(1, 1, case["seqlen_q"], case["seqlen_k"])
+        made["bias"] = normal(1, 1, case["seqlen_q"], -(-keys // size) * size)
     if case["sinks"]:
         made["sinks"] = normal(heads)
     return made
@@ -125,6 +126,7 @@ def call(module, case: dict, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]
         window=window,
         softcap=tensors.get("softcap", 0.0),
         alibi_slopes=tensors.get("alibi_slopes"),
+        bias=tensors.get("bias"),
         sinks=tensors.get("sinks"),
         page_positions=tensors.get("page_positions"),
         return_lse=True,

@@ -31,6 +31,7 @@ PROBLEMS = [
     Problem("decode", "bf16", 2, 16, 1, 576, 1, 130, head_dim_v=512, page_size=16),
     Problem("decode", "bf16", 2, 4, 2, 64, 1, 64, page_size=16, pages="chosen", alibi=True),
     Problem("decode", "fp16", 2, 4, 2, 64, 3, 90, softcap=True, alibi=True, lengths="ragged"),
+    Problem("decode", "bf16", 2, 4, 2, 64, 1, 90, page_size=16, bias=True, lengths="ragged"),
 ]
 
 

@@ -111,12 +111,14 @@ def test_every_tensor_and_number_that_modifies_reaches_the_operator(module):
 
         assert torch.equal(graphs_of(decode, q, k8, v8)[0], decode(q, k8, v8))
     more = {"window": (9, 0), "alibi_slopes": slopes, "sinks": sinks, "softcap": 3.0}
+    step_bias = torch.rand(3, 4, 1, 40).bfloat16()
     calls = [
         lambda *given, on=on: module.decode(*given, lengths, block_table=table, **on)
-        for on in ({}, more)
+        for on in ({}, more, {"bias": step_bias})
     ]
-    plain, modified = (graphs_of(one, q, k, v)[0] for one in calls)
-    assert torch.equal(modified, calls[1](q, k, v)) and not torch.equal(modified, plain)
+    plain, *changed = (graphs_of(one, q, k, v)[0] for one in calls)
+    for one, result in zip(calls[1:], changed, strict=True):
+        assert torch.equal(result, one(q, k, v)) and not torch.equal(result, plain)
 
 
 def test_packed_sequences_and_merged_parts_are_one_graph(module):
@@ -248,6 +250,7 @@ def every_operator(module):
     yield operators.prefill_chunked.default, (q, *caches, *pages), sloped
     both = [each.expand(2, *each.shape[1:]) for each in pages]
     chunks = {"cu_seqlens_q": starts_q, "max_seqlen_q": 13, "layout": "thd", "kv_layout": "nhd"}
+    chunks["bias"] = bias[:13]
     operator = operators.prefill_chunked_out.default
     yield operator, (q[0], *caches, *both, torch.empty_like(q[0])), chunks
     parts = (q[0], torch.rand(4, 20), q[0] * 2, torch.rand(4, 20))
@@ -259,7 +262,8 @@ def every_operator(module):
     plain |= {"alibi_slopes": slopes, "sinks": sinks, "lengths": "equal", "pages": "contiguous"}
     yield operators.decode.default, read, plain
     yield operators.decode.default, (q[:, 0], *read[1:]), {"block_table": table}
-    yield operators.decode_out.default, (*read, torch.empty_like(q)), plain
+    biased = {**plain, "alibi_slopes": None, "bias": bias[:1]}
+    yield operators.decode_out.default, (*read, torch.empty_like(q)), biased
     k8, v8 = ((cache * 8).nan_to_num().to(torch.int8) for cache in (k, v))
     scaled = {**plain, "k_scale": torch.rand(2) + 1, "v_number": 0.5}
     yield operators.decode.default, (q, k8, v8, lengths), scaled

@@ -284,6 +284,7 @@ def call(module: ModuleType, inputs: Inputs, **changed: Any) -> Any:
         {"kv_layout": "hnd", "layout": "bhsd", "sinks": True},
         {"layout": "thd", "window_left": 20, "softcap": True},
         {"causal": False, "alibi": True, "head_dim_v": 32},
+        {"layout": "thd", "bias": True},
     ],
     ids=str,
 )
@@ -295,7 +296,8 @@ def test_the_exported_module_serves_chunks_and_follows_lengths_and_table_in_plac
         verdict = Budget(inputs).judge(*call(exported, inputs, check=False))
         assert verdict.correct, verdict.reason
     assert call(exported, inputs, check=True)[0].equal(call(exported, inputs)[0])
-    for name in ("q", "k", "v", "block_table", "cache_seqlens", "sinks", "alibi_slopes"):
+    names = ("q", "k", "v", "block_table", "cache_seqlens", "sinks", "alibi_slopes", "bias")
+    for name in names:
         tensor = getattr(inputs, name)
         if tensor is not None:
             tensor.copy_(getattr(again, name))

@@ -20,6 +20,7 @@ WINDOW = Problem("prefill", "bf16", 2, 4, 2, 64, 40, 70, window_left=9, bias=Tru
 CAPPED = Problem("prefill", "fp16", 2, 4, 2, 64, 40, 70, causal=False, softcap=True, alibi=True)
 SCALED = {"kv_dtype": "fp8_e4m3", "kv_scales": "head"}
 SLIDING = Problem("decode", "bf16", 2, 4, 2, 64, 1, 130, window_left=40, alibi=True, sinks=True)
+BIASED = Problem("decode", "bf16", 3, 4, 2, 64, 2, 130, page_size=16, bias=True, sinks=True)
 QUANTISED = Problem("decode", "bf16", 3, 4, 2, 64, 2, 130, page_size=16, **SCALED)
 
 
@@ -51,8 +52,8 @@ def forbid_planning(module, monkeypatch):
 
 @pytest.mark.parametrize(
     "problem",
-    [PREFILL, PAGED, QUANTISED, WINDOW, CAPPED, SLIDING],
-    ids=["prefill", "decode", "quantised", "window", "capped", "sliding"],
+    [PREFILL, PAGED, QUANTISED, WINDOW, CAPPED, SLIDING, BIASED],
+    ids=["prefill", "decode", "quantised", "window", "capped", "sliding", "biased"],
 )
 def test_a_second_call_of_the_form_is_right_on_other_tensors_without_planning(
     module, problem, monkeypatch

@@ -29,9 +29,10 @@ def problem(**changed: int | str | bool) -> Problem:
 
 
 problems = st.builds(
-    lambda group_size, num_kv_heads, types, **fields: problem(
+    lambda group_size, num_kv_heads, types, added, **fields: problem(
         num_heads=group_size * num_kv_heads,
         num_kv_heads=num_kv_heads,
+        **dict.fromkeys(added, True),
         **dict(zip(("dtype", "kv_dtype", "kv_scales"), types, strict=False)),
         **fields,
     ),
@@ -55,7 +56,7 @@ problems = st.builds(
     lengths=st.sampled_from(["equal", "ragged"]),
     window_left=st.sampled_from([-1, 0, 127, 4095]),
     softcap=st.booleans(),
-    alibi=st.booleans(),
+    added=st.sampled_from([(), ("alibi",), ("bias",)]),
     sinks=st.booleans(),
 )
 latent_problems = st.builds(
@@ -69,6 +70,7 @@ latent_problems = st.builds(
     lengths=st.sampled_from(["equal", "ragged"]),
     window_left=st.sampled_from([-1, 127]),
     softcap=st.booleans(),
+    bias=st.booleans(),
 )
 any_gpu = st.builds(
     lambda gpu, smem_kib: replace(gpu, smem_per_block=smem_kib * KIB),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoflash.runtime.arguments import decode_problem, prefill_problem
+from autoflash.runtime.arguments import check_cache_entries, decode_problem, prefill_problem
 from autoflash.runtime.modifiers import Modifiers, modifiers_of
 from autoflash.runtime.problem import Problem, ProblemError
 
@@ -102,11 +102,11 @@ def test_plans_take_slopes_and_biases_with_a_stride_for_every_axis(shape):
     assert modifiers_of(causal, Modifiers((2, -1))).window == (2, 0)
 
 
-def stepped(seqlen_q=1, **given) -> Problem:
+def stepped(seqlen_q=1, max_seqlen_k=None, table=None, **given) -> Problem:
     """The problem of 2 sequences, 4 heads of 2 KV heads, and caches of 48 tokens."""
     q, cache = torch.zeros(2, seqlen_q, 4, 32).half(), torch.zeros(2, 48, 2, 32).half()
     lengths = torch.tensor([7, 48], dtype=torch.int32)
-    call = (None, "nhd", None, "ragged", "permuted", None, None)
+    call = (table, "nhd", max_seqlen_k, "ragged", "permuted", None, None)
     return decode_problem(q, cache, cache, lengths, *call, Modifiers(**given))
 
 
@@ -114,7 +114,43 @@ def test_what_a_step_is_given_is_a_switch_of_the_problem():
     assert stepped().modifiers == () and not stepped().windowed
     on = stepped(softcap=30.0, alibi_slopes=SLOPES, sinks=SINKS, window=(5, 0))
     assert on.switches == ("window", "softcap", "alibi", "sinks")
+    assert stepped(bias=torch.zeros(1, 48).half()).switches == ("bias",)
     assert stepped(window=(-1, 3)) == stepped()  # a step is causal: it has no keys to the right
+
+
+@pytest.mark.parametrize("shape", [(), (48,), (4, 1, 1), (2, 1, 3, 48), (2, 4, 1, 1)], ids=str)
+def test_a_bias_of_a_step_has_a_stride_for_every_axis_and_all_keys_of_the_cache(shape):
+    """Fewer may be expected: those that come are biased too."""
+    bias = torch.randn(shape).half()
+    for most in (None, 7, 1):
+        p = stepped(3, most, bias=bias)
+        taken = modifiers_of(p, Modifiers(bias=bias)).bias
+        assert taken is not None and taken.shape[:3] == (2, 4, 3) and taken.shape[3] >= 2
+        assert taken.data_ptr() == bias.data_ptr()
+        assert taken.stride(3) == (1 if shape[-1:] == (48,) else 0)
+
+
+def test_a_bias_of_a_step_may_have_steps_of_any_size():
+    far = torch.empty_strided((3, 48), (2**40, 2**33), dtype=torch.float16, device="meta")
+    q, cache = (torch.zeros(2, n, 4, 32, device="meta").half() for n in (3, 48))
+    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
+    call = (None, "nhd", None, "ragged", "permuted", None, None)
+    p = decode_problem(q, cache, cache, lengths, *call, Modifiers(bias=far))
+    taken = modifiers_of(p, Modifiers(bias=far)).bias
+    assert taken is not None and taken.stride() == (0, 0, 2**40, 2**33)
+
+
+def test_a_bias_of_chosen_pages_has_the_keys_of_whole_sequences():
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    for keys in (1, 7, 1000):
+        bias = torch.zeros(2, 1, 1, keys).half()
+        p = stepped(table=table, page_positions=table, bias=bias)
+        taken = modifiers_of(p, Modifiers(bias=bias)).bias
+        assert taken is not None and taken.shape[3] == (p.seqlen_k if keys == 1 else keys)
+    given = (p, torch.zeros(2, 48, 2, 32), torch.tensor([7, 1001]), table, table)
+    check_cache_entries(*given)
+    with pytest.raises(ProblemError, match=r"cache_seqlens holds 1001, not in 0\.\.1000"):
+        check_cache_entries(*given, bias)
 
 
 def test_a_window_of_a_step_is_kept_however_short_the_cache_is():
@@ -130,6 +166,10 @@ def test_a_window_of_a_step_is_kept_however_short_the_cache_is():
         ({"softcap": -1.0}, "decode: softcap -1.0 is not from 0 upwards"),
         ({"alibi_slopes": torch.zeros(2)}, r"decode: alibi_slopes is \(2,\), expected"),
         ({"sinks": torch.zeros(2, 4)}, r"decode: sinks is \(2, 4\), expected \(4,\)"),
+        ({"bias": torch.zeros(48)}, "decode: bias is torch.float32, expected torch.float16"),
+        ({"bias": BIAS[0]}, r"bias is \(7,\), which does not broadcast to \(2, 4, 1, 48\)"),
+        ({"bias": torch.zeros(2, 48).half()}, "which does not broadcast"),
+        ({"bias": BIAS[0, :1], "alibi_slopes": SLOPES}, "alibi and bias exclude each other"),
     ],
 )
 def test_a_modifier_of_a_step_that_does_not_fit_is_refused(given, message):

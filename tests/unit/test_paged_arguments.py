@@ -75,7 +75,7 @@ def test_values_may_have_other_channels_and_modifiers_are_switches():
         ({"block_table": TABLE.float()}, "block_table is torch.float32, not int32"),
         ({"cache_seqlens": LENGTHS[:1]}, r"cache_seqlens is \(1,\), expected \(2,\)"),
         ({"max_seqlen_k": 129}, "max_seqlen_k 129 is not from 0 to the cache's capacity 128"),
-        ({"bias": torch.zeros(1, 1, 33, 128)}, "bias has an axis of keys, of which sequences in"),
+        ({"bias": torch.zeros(33, 100)}, r"does not broadcast to \(2, 4, 33, 128\)"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(changes, message):
@@ -112,7 +112,7 @@ def test_a_prefill_over_pages_keeps_the_layout_of_its_cache_and_says_so():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bias": True}, "bias has an axis of keys, of which sequences in pages have different"),
+        ({"bias": True, "alibi": True}, "alibi and bias exclude each other"),
         ({"pages": "chosen"}, "pages 'chosen' are of decode: prefill reads all pages"),
         ({"mask": "q_idx > kv_idx"}, "mask: keys in pages take no masks yet"),
         ({"masked_by": "prefix", "density": 5}, "prefix: keys in pages take no masks yet"),

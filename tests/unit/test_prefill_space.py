@@ -25,10 +25,9 @@ def problem(**changed: int | str | bool) -> Problem:
 
 
 problems = st.builds(
-    lambda bias, dropout, page_size, **fields: problem(
+    lambda dropout, page_size, **fields: problem(
         **fields,
         page_size=page_size,
-        bias=bias and not page_size,
         dropout=dropout and not page_size,
     ),
     dtype=st.sampled_from(["bf16", "fp16", "fp32"]),

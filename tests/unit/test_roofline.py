@@ -72,6 +72,12 @@ def test_a_bias_is_moved_once_for_all_sequences_where_it_is_visible():
     assert moved == pairs * 4 * 2
 
 
+def test_a_bias_of_decode_is_each_sequences_own():
+    step = replace(PREFILL, op="decode", seqlen_q=1)
+    moved = floor(replace(step, bias=True), H200).bytes_moved - floor(step, H200).bytes_moved
+    assert moved == visible_pairs(step) * 4 * 2 == 3 * 70 * 4 * 2
+
+
 def test_a_backward_has_five_products_and_moves_every_gradient_as_its_tensor():
     forward, backward = floor(PREFILL, H200), floor(replace(PREFILL, op="backward"), H200)
     assert backward.flops == 2.5 * forward.flops

@@ -95,6 +95,7 @@ prefill:
   - {seqlen_q: 64, dropout: true}
 decode:
   - {seqlen_k: [16, 64], window_left: 32, softcap: true, alibi: true, sinks: true}
+  - {seqlen_k: 16, bias: true}
 """
     )
     told = [
@@ -111,6 +112,7 @@ decode:
         (64, True, -1, -1, ("dropout",)),
         # in decode it stays: the next step has more keys
         *[(1, True, 32, -1, ("softcap", "alibi", "sinks"))] * 2,
+        (1, True, -1, -1, ("bias",)),
     ]
     (line,) = mistakes(tmp_path, MODEL + "prefill: [{seqlen_q: 2, window_left: -2}]")
     assert line.endswith(
