@@ -30,6 +30,7 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
     """
     if op == "backward":
         served = [k for k in kinds_of("prefill", small) if not (k.masks or k.paged)]
+        served = [kind for kind in served if not (kind.bias and kind.varlen)]
         served = [kind for kind in served if kind.head_dim_v == kind.head_dim]
         return [replace(kind, op="backward") for kind in served]
     if op == "prefill":
@@ -118,6 +119,7 @@ def _all_prefills() -> Iterator[Problem]:
         for softcap, sinks, alibi in product(on_off, on_off, on_off):
             fields = {"softcap": softcap, "sinks": sinks, "alibi": alibi}
             yield like(wide, layout="thd", **mask, **fields)
+        yield like(wide, layout="thd", bias=True, **mask)
         for added in ({}, {"bias": True}, {"layout": "thd"}):
             yield like(wide, dropout=True, **mask, **added)
     yield from _prefills_over_pages(wide, plain)

@@ -99,9 +99,9 @@ def samples(family: Family) -> list[Problem]:
     every = []
     for on in product((False, True), repeat=len(names)):
         switches = dict(zip(names, on, strict=True))
-        packed = switches["varlen"] and not (switches["paged"] and family.op == "prefill")
+        packed = switches["varlen"] and family.op == "backward"
         if switches["bias"] and (switches["alibi"] or packed):
-            continue  # they exclude each other
+            continue  # they exclude each other, or have no gradients
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
         every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []
     every += [replace(each, pages=CHOSEN) for each in every if each.op == "decode" and each.paged]

@@ -44,6 +44,7 @@ GOLDEN_VARIANTS = (
     Variant("prefill", "prefill", causal=True, varlen=True),
     Variant("prefill", "prefill", causal=True, dropout=True, varlen=True),
     Variant("prefill", "prefill", window=True, softcap=True, alibi=True, sinks=True, varlen=True),
+    Variant("prefill", "prefill", causal=True, bias=True, varlen=True),
     Variant("prefill", "prefill", paged=True),
     Variant("prefill", "prefill", causal=True, paged=True),
     Variant("prefill", "prefill", window=True, varlen=True, paged=True),

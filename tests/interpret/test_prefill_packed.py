@@ -194,9 +194,9 @@ def call(module: ModuleType, inputs: Inputs, **changed: Any) -> Any:
 
 
 def test_the_exported_module_serves_packed_sequences(exported: ModuleType) -> None:
-    for lengths in (RAGGED, RAGGED[:5]):
-        inputs = packed(lengths, causal=True)
-        verdict = Budget(inputs).judge(*call(exported, inputs))
+    for lengths, bias in ((RAGGED, False), (RAGGED[:5], False), (RAGGED, True), (RAGGED, True)):
+        inputs = packed(lengths, causal=True, bias=bias)
+        verdict = Budget(inputs).judge(*call(exported, inputs, bias=inputs.bias))
         assert verdict.correct, verdict.reason
 
 

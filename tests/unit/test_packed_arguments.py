@@ -1,5 +1,7 @@
 """Arguments of packed sequences: the problem they pose, and one line for each that does not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,12 +56,19 @@ def test_a_window_that_reaches_all_keys_of_the_longest_is_none():
         ({"layout": "bhsd"}, "layout 'bhsd' has an axis of sequences, packed ones have none"),
         ({"q": Q[None]}, "prefill: q has 4 dimensions, not 3"),
         ({"k": K[:, :, :16]}, "prefill: k has head_dim 16, expected 32"),
-        ({"bias": torch.zeros(1, 1)}, "bias has axes of queries and keys"),
+        ({"bias": torch.zeros(9, 12)}, r"bias is \(9, 12\), which does not broadcast to"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(changes, message):
     with pytest.raises(ProblemError, match=message):
         posed(**changes)
+
+
+def test_a_bias_is_of_queries_and_keys_in_their_own_sequence_and_has_no_gradients_yet():
+    for shape in ((6, 7), (3, 4, 1, 7), (1, 1), ()):
+        assert posed(bias=torch.zeros(shape)).switches == ("causal", "bias", "varlen")
+    with pytest.raises(ProblemError, match="bias of packed sequences has no gradients yet"):
+        replace(posed(bias=torch.zeros(6, 7)), op="backward")
 
 
 def test_the_layout_of_packed_sequences_needs_to_know_where_they_begin():
