@@ -46,12 +46,16 @@ def test_shared_pages_are_those_of_the_first_half_and_the_rest_is_each_sequences
 def test_what_a_sequence_sees_is_finite_and_all_else_is_poison(
     pages: str, lengths: list[int]
 ) -> None:
-    inputs = make_inputs(replace(PAGED, batch=len(lengths), pages=pages), lengths=lengths)
+    problem = replace(PAGED, batch=len(lengths), pages=pages, bias=True)
+    inputs = make_inputs(problem, lengths=lengths)
     live = torch.zeros_like(inputs.k, dtype=torch.bool)
-    assert inputs.block_table is not None
+    assert inputs.block_table is not None and inputs.bias is not None
+    assert inputs.bias.shape[2:] == (problem.seqlen_q, inputs.block_table.shape[1] * 16)
     for b, keys in enumerate(lengths):
         _, k, v = inputs.sequence(b)
         assert k.shape[1] == keys and k.isfinite().all() and v.isfinite().all()
+        assert inputs.bias[b, ..., :keys].isfinite().all()
+        assert inputs.bias[b, ..., keys:].isnan().all()
         for position in range(keys):
             live[inputs.block_table[b, position // 16], position % 16] = True
         assert (inputs.block_table[b, -(-keys // 16) :] == POISON_PAGE).all()
