@@ -106,7 +106,8 @@ def prefill(
     Sequences of any lengths may be packed one after the other: q is (total_q, num_heads, head_dim),
     k and v (total_k, num_kv_heads, head_dim), `lse` (num_heads, total_q). `cu_seqlens_q` and
     `cu_seqlens_k`, int32 or int64 (batch + 1,), say where each begins; none has more queries than
-    `max_seqlen_q`, nor more keys than `max_seqlen_k`. Rows past the last one are not written.
+    `max_seqlen_q`, nor more keys than `max_seqlen_k`, and a `bias` has so many of both. Rows past
+    the last one are not written.
     With a `block_table` the keys are those of a cache, of which q, packed too, are the last: k, v,
     `block_table`, `cache_seqlens`, `kv_layout` and a `bias`, packed queries counted in their own
     sequence, are as in decode(), any number of queries may come at once, and `max_seqlen_k`, which
