@@ -252,7 +252,8 @@ def test_a_search_cut_short_leaves_an_earlier_final_its_word(db):
     with sqlite3.connect(db) as connection:
         connection.execute("DELETE FROM trials")
     hanging = dict.fromkeys(tried(), "hang@check_full")
-    cut = search(db, machine(hanging, times | {other: 20.0}), budget_s=10.0)
+    fake = machine(hanging, times | {other: 20.0}, deadlines=replace(SHORT, check_s=100.0))
+    cut = search(db, fake, budget_s=8.0)
     assert cut.decisions == (first,)
     assert stored(db, "SELECT count(*) FROM decisions") == [(1,)]
 
