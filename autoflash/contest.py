@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from autoflash.aside import good_nearby, wanted_elsewhere
+from autoflash.check import Stage
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.decision import (
@@ -206,7 +207,7 @@ class Contest:
 
     def _heat(self, configs: Sequence[Config], rung: int, about_us: float) -> None:
         entrants, problem = self._entrants, self._problem
-        entrants.wait_for(configs, self._limit, self._aside)
+        entrants.wait_for(configs, self._limit, self._aside, Stage.SCREEN)
         self._prepare()
         rounds = self._lab.effort.samples(rung, about_us)
         trials = heat(self._lab, entrants, problem, configs, rounds, self._limit)

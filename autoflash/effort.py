@@ -32,7 +32,7 @@ class Effort:
     cap_us: float = 100_000.0
     first_cap_us: float = 25_000.0
     sample_cap_us: float = 10_000.0
-    led_rounds: int = 5
+    led_rounds: int = 3
     lead_us: float = 40_000.0
     prolonged_s: float = 2.0
 

@@ -127,8 +127,9 @@ class Entrants:
         configs: Sequence[Config],
         limit: TimeLimit,
         meanwhile: Callable[[], bool] = lambda: False,
+        stage: Stage = Stage.FINAL,
     ) -> None:
-        """Wait until all of them is compiled, of those too that an earlier run tried.
+        """Wait until they are compiled for the stage, those too that an earlier run tried.
 
         `meanwhile` as of `ready`.
         """
@@ -136,12 +137,14 @@ class Entrants:
             for config in configs:
                 self._recall(config)
                 self._ask(config, Urgency.NOW)
-        self.ask_proofs(configs, Urgency.NOW)
-        proofs = {config: proof for config in configs if (proof := self._proof_of(config))}
+        if stage == Stage.FINAL:
+            self.ask_proofs(configs, Urgency.NOW)
         for _ in self._compiled_of(configs, limit, meanwhile):
             continue
-        for _ in _ending(proofs, limit, meanwhile):
-            continue
+        if stage == Stage.FINAL:
+            proofs = {config: proof for config in configs if (proof := self._proof_of(config))}
+            for _ in _ending(proofs, limit, meanwhile):
+                continue
 
     def ask_proofs(self, configs: Sequence[Config], urgency: Urgency) -> None:
         """Have compiled what they are checked with before a final."""

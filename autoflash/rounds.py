@@ -219,8 +219,12 @@ def _one_by_one(
 
 
 def _prolong(race: Race, rounds: int, limit: TimeLimit) -> None:
-    """More rounds for those whom the rounds so far leave unsettled."""
-    racing = list(race.samples)
+    """More rounds for those whom the rounds so far leave unsettled, while there is time for all."""
+    racing, took_s = list(race.samples), 0.0
     for _ in range(PROLONGED):
         racing = unsettled({config: race.samples[config] for config in racing})
+        if took_s > limit.left_s:
+            return
+        started = time.monotonic()
         racing = race.run(racing, rounds, limit)
+        took_s = time.monotonic() - started
