@@ -222,21 +222,24 @@ def hopper_early_makespan(units: list[int], programs: int) -> int:
 # attention, each up to a number of keys; the best of its table there.
 HOPPER_DEFAULTS: dict[tuple[int, bool], tuple[tuple[int, tuple[int | str, ...]], ...]] = {
     (64, True): (
-        (2048, (2, 128, 3, 2, "tma", 1, 0, 1, "late", 0, 4)),
-        (1 << 62, (3, 128, 3, 2, "tma", 0, 1, 0, "late", 0, 24)),
+        (2048, (2, 128, 3, 2, "tma", 1, 1, 1, "late", 0, 24)),
+        (1 << 62, (3, 128, 3, 1, "direct", 0, 1, 1, "late", 0, 24)),
     ),
-    (64, False): (
-        (1024, (3, 128, 3, 2, "tma", 0, 1, 0, "late", 0, 4)),
-        (1 << 62, (3, 128, 3, 2, "tma", 0, 1, 0, "early", 0, 24)),
-    ),
+    (64, False): ((1 << 62, (3, 128, 3, 2, "tma", 0, 1, 1, "late", 0, 24)),),
     (128, True): (
-        (512, (2, 128, 2, 2, "tma", 1, 1, 1, "static", 1, 4)),
-        (1024, (2, 128, 2, 2, "tma", 1, 0, 1, "late", 0, 4)),
+        (1024, (2, 128, 2, 2, "tma", 1, 1, 1, "static", 1, 1)),
+        (2048, (2, 128, 2, 2, "tma", 1, 1, 1, "early", 0, 24)),
         (1 << 62, (2, 128, 2, 2, "tma", 1, 0, 1, "late", 0, 24)),
     ),
     (128, False): ((1 << 62, (2, 128, 2, 2, "tma", 1, 0, 1, "static", 0, 1)),),
-    (256, True): ((1 << 62, (2, 64, 2, 1, "direct", 0, 0, 1, "static", 1, 1)),),
-    (256, False): ((1 << 62, (2, 64, 2, 1, "direct", 0, 0, 1, "static", 0, 1)),),
+    (256, True): (
+        (512, (2, 64, 2, 1, "direct", 0, 0, 1, "static", 1, 1)),
+        (1 << 62, (2, 64, 2, 1, "direct", 0, 0, 1, "late", 0, 24)),
+    ),
+    (256, False): (
+        (2048, (2, 64, 2, 1, "direct", 0, 1, 1, "static", 0, 1)),
+        (1 << 62, (2, 64, 2, 1, "direct", 0, 1, 1, "late", 0, 4)),
+    ),
 }
 HOPPER_KNOBS = (
     "WARPGROUPS",
