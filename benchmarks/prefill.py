@@ -2,7 +2,8 @@
 
 The problems of benchmarks/workloads/prefill.yaml: 16384 tokens, 2048 / head_dim heads, bf16, causal
 and full, lengths 512 to 16384; and causal grouped-query shapes of one sequence. Beside the exported
-module stands the best config of the portable family: all its candidates are timed first.
+module stands the best config of the portable family: all its candidates are timed first, which
+takes half of the run (`--no-portable` leaves it out).
 """
 
 import argparse
@@ -52,7 +53,9 @@ def main() -> None:
         export_module(options.db, options.module)
     problems = {name_of(p): p for p, _ in load_workload(options.workload).problems}
     problems = {name: p for name, p in problems.items() if options.cases in name}
-    configs = {name: portable_configs(p, gpu) for name, p in problems.items()}
+    configs = {
+        name: portable_configs(p, gpu) if options.portable else [] for name, p in problems.items()
+    }
     started = time.monotonic()
     compile_ahead(problems, configs, options.module, gpu, options.processes)
     ahead_s = time.monotonic() - started
@@ -110,7 +113,7 @@ def measured(
     module = loaded(module_path)
     sets = buffer_sets(floor(problem, gpu).bytes_moved, gpu.l2_bytes)
     inputs = [make_inputs(problem, seed, "cuda") for seed in range(sets)]
-    config = fastest(inputs, configs, gpu)
+    config = fastest(inputs, configs, gpu) if configs else None
     makers = makers_of(module, config, gpu)
     contenders, left_out, errors = admitted(name, inputs, makers)
     calls = {each: contender.calls for each, contender in contenders.items()}
@@ -124,12 +127,16 @@ def measured(
         left_out,
         errors_over_eager=errors,
         served={key: how[key] for key in ("how", "family", "knobs")},
-        portable_config={"candidates": len(configs), "knobs": config.as_dict()},
+        **({"portable_config": portable_told(config, configs)} if config else {}),
     )
     del inputs, contenders, calls
     gc.collect()
     torch.cuda.empty_cache()
     return name, result
+
+
+def portable_told(config: Config, configs: Sequence[Config]) -> dict[str, Any]:
+    return {"candidates": len(configs), "knobs": config.as_dict()}
 
 
 def parsed() -> argparse.Namespace:
@@ -141,7 +148,10 @@ def parsed() -> argparse.Namespace:
         help="gives the module where there is no --module",
     )
     parser.add_argument(
-        "--gpu-ms", type=float, default=400.0, help="of GPU time for a contender of a case"
+        "--gpu-ms", type=float, default=700.0, help="of GPU time for a contender of a case"
+    )
+    parser.add_argument(
+        "--no-portable", action="store_false", dest="portable", help="without the portable family"
     )
     parser.add_argument("--gpus", type=int, default=1, help="of this host that share the cases")
     parser.add_argument(
@@ -192,13 +202,10 @@ def alone_us(calls: Sequence[Call]) -> float:
         return float("inf")
 
 
-def makers_of(module: Any, config: Config, gpu: Gpu) -> dict[str, Maker]:
-    """Everyone who takes part, by name."""
-    return {
-        "autoflash": functools.partial(ours.prefill, module),
-        "portable": functools.partial(portable, config, gpu),
-        **PEERS,
-    }
+def makers_of(module: Any, config: Config | None, gpu: Gpu) -> dict[str, Maker]:
+    """Everyone who takes part, by name; the portable family with this config, if with any."""
+    beside = {"portable": functools.partial(portable, config, gpu)} if config else {}
+    return {"autoflash": functools.partial(ours.prefill, module), **beside, **PEERS}
 
 
 def compile_ahead(
@@ -219,8 +226,8 @@ def compile_ahead(
             )
             for name, problem in problems.items()
             for contender, config in (
-                ("flex_attention", configs[name][0]),
-                ("autoflash", configs[name][0]),
+                ("flex_attention", None),
+                ("autoflash", None),
                 *(("portable", config) for config in new_binaries(problem, configs[name], seen)),
             )
         }
@@ -241,7 +248,9 @@ def new_binaries(problem: Problem, configs: Sequence[Config], seen: set[Hashable
     return list(new.values())
 
 
-def call_once(contender: str, problem: Problem, module: Path, config: Config, gpu: Gpu) -> None:
+def call_once(
+    contender: str, problem: Problem, module: Path, config: Config | None, gpu: Gpu
+) -> None:
     """One call of a contender, for what it leaves in the caches on disk."""
     makers = makers_of(load_module(module), config, gpu)
     makers[contender]([make_inputs(problem, 0, "cuda")]).calls[0]()

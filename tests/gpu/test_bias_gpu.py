@@ -86,7 +86,7 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
         (chunks, {"layout": "thd", "window_left": 100, "dtype": "fp16", "head_dim": 64}),
         (chunks, {"layout": "thd", "causal": False, "dtype": "fp32", "head_dim": 40}),
     ],
-    ids=str,
+    ids=lambda made: f"{made[0].__name__} {made[1]}",
 )
 def test_candidates_are_right_and_a_dead_bias_changes_no_bit(made: tuple, gpu: Gpu) -> None:
     make, changed = made
