@@ -202,14 +202,13 @@ class Contest:
             near = overlapping(self._sharpest(), at_least)
             again = [trial for trial in near if not self._reached(rung, trial)]
             if again and not self._limit.over:
-                self._heat([trial.config for trial in near], rung, near[0].median_us or 0.0)
+                self._heat([trial.config for trial in near], effort.samples(rung, self._best_us()))
             at_least = effort.finalists
 
-    def _heat(self, configs: Sequence[Config], rung: int, about_us: float) -> None:
+    def _heat(self, configs: Sequence[Config], rounds: int) -> None:
         entrants, problem = self._entrants, self._problem
         entrants.wait_for(configs, self._limit, self._aside, Stage.SCREEN)
         self._prepare()
-        rounds = self._lab.effort.samples(rung, about_us)
         trials = heat(self._lab, entrants, problem, configs, rounds, self._limit)
         self._screened |= {trial.config: trial for trial in trials}
         for config in configs:
@@ -223,9 +222,9 @@ class Contest:
 
     def _reached(self, rung: int, trial: Trial) -> bool:
         """Whether it has the samples of this rung, or the rung below already had them all."""
-        us, effort = trial.median_us or 0.0, self._lab.effort
-        below = effort.samples(rung - 1, us)
-        return trial.samples > below or effort.samples(rung, us) <= below
+        effort, best_us = self._lab.effort, self._best_us()
+        below = effort.samples(rung - 1, best_us)
+        return trial.samples > below or effort.samples(rung, best_us) <= below
 
     def _time(
         self,
@@ -312,7 +311,11 @@ class Contest:
         An earlier decision stands: it had its final.
         """
         lab, entrants = self._lab, self._entrants
-        trials = {c: trial for c, trial in self._screened.items() if entrants.proven(c)}
+        trials = {
+            config: trial
+            for config, trial in self._screened.items()
+            if entrants.proven(config) and not entrants.is_out(self._problem, config)
+        }
         if not trials:
             return None
         if earlier := self._standing():
