@@ -34,6 +34,14 @@ class Timing:
     dropped: bool = False
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How long a contender runs when it is its turn, in microseconds: untimed, then timed."""
+
+    lead_us: float
+    timed_us: float
+
+
 def sets_needed(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
     """How many sets of buffers to rotate through, at least 2 where memory allows, else 1."""
     cold = max(2, math.ceil(CACHE_MULTIPLE * l2_bytes / max(set_bytes, 1)) + 1)
@@ -127,11 +135,11 @@ class CallGraph:
 
     def sample(self, replays: int = 1) -> float:
         """Microseconds per call over some replays, one after another."""
-        return sampled([Burst(self, replays)])[0]
+        return sampled([Replays(self, replays)])[0]
 
 
 @dataclass(frozen=True)
-class Burst:
+class Replays:
     """How a graph is sampled: replayed `lead` times untimed, then `replays` times."""
 
     graph: CallGraph
@@ -140,13 +148,13 @@ class Burst:
 
     @classmethod
     def of(cls, graph: CallGraph, call_us: float, lead_us: float = 0.0) -> Self:
-        """Replays that make a sample long enough to be told from noise, after about `lead_us`."""
+        """As many as make a sample long enough to be told from noise, after about `lead_us`."""
         return cls(
             graph, replays_for(call_us, graph.calls), math.ceil(lead_us / (call_us * graph.calls))
         )
 
 
-def sampled(bursts: Sequence[Burst], meanwhile: Callable[[], None] = lambda: None) -> list[float]:
+def sampled(graphs: Sequence[Replays], meanwhile: Callable[[], None] = lambda: None) -> list[float]:
     """A sample of each, in microseconds per call, with no pause between them."""
 
     def replaying(graph: CallGraph, replays: int) -> Callable[[], None]:
@@ -156,13 +164,13 @@ def sampled(bursts: Sequence[Burst], meanwhile: Callable[[], None] = lambda: Non
 
         return work
 
-    works = [replaying(b.graph, n) for b in bursts for n in (b.lead, b.replays)]
+    works = [replaying(each.graph, n) for each in graphs for n in (each.lead, each.replays)]
     timed = events_us(works, GRAPH_LEAD_CYCLES, meanwhile)[1::2]
-    return [us / (b.replays * b.graph.calls) for us, b in zip(timed, bursts, strict=True)]
+    return [us / (each.replays * each.graph.calls) for us, each in zip(timed, graphs, strict=True)]
 
 
 def replays_for(call_us: float, calls: int) -> int:
-    """Replays that make a sample long enough to be told from noise."""
+    """As many as make a sample long enough to be told from noise."""
     return max(1, min(20, math.ceil(SAMPLE_US / max(call_us * calls, 1.0))))
 
 

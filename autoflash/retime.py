@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from autoflash.bench import Pace
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.decision import choose_by_rounds
@@ -92,10 +93,9 @@ def _retimed(
     winner: Winner, gpu: Gpu, toolchain: Toolchain, worker: Worker, seed: int, effort: Effort
 ) -> Retimed:
     problem, failed = winner.decision.problem, {}
-    rounds, lead_us = pace_of_final(problem, winner.decision.winner_us, gpu, effort)
-    way = (effort.sample_cap_us, lead_us)
-    armed = list(_armed(winner, gpu, worker, seed, way, failed))
-    samples = _rounds(armed, worker, seed, rounds, way, failed)
+    rounds, pace = pace_of_final(problem, winner.decision.winner_us, gpu, effort)
+    armed = list(_armed(winner, gpu, worker, seed, pace, failed))
+    samples = _rounds(armed, worker, seed, rounds, pace, failed)
     best, times = None, {}
     if samples:
         default = serving(problem, gpu)[0].default(problem, gpu)
@@ -117,7 +117,7 @@ def _armed(
     gpu: Gpu,
     worker: Worker,
     seed: int,
-    way: tuple[float, float],
+    pace: Pace,
     failed: dict[Config, str],
 ) -> Iterator[Config]:
     """The entrants that are right, ready to be sampled; the others go to `failed`."""
@@ -134,7 +134,7 @@ def _armed(
         try:
             worker.check(problem, config, seed)
             worker.check_full(config, seed)
-            worker.arm(config, *way)
+            worker.arm(config, pace)
         except Failure as failure:
             failed[config] = str(failure)
         else:
@@ -146,7 +146,7 @@ def _rounds(
     worker: Worker,
     seed: int,
     rounds: int,
-    way: tuple[float, float],
+    pace: Pace,
     failed: dict[Config, str],
 ) -> dict[Config, list[float]]:
     """Sample i of each config from round i, in random order each; who fails is out."""
@@ -154,7 +154,7 @@ def _rounds(
     order = random.Random(seed)
     for _ in range(rounds):
         one_round = order.sample(sorted(samples), len(samples))
-        rows, failing = rounds_of(worker, [one_round], *way)
+        rows, failing = rounds_of(worker, [one_round], pace)
         for config, failure in failing.items():
             failed[config] = str(failure)
             del samples[config]

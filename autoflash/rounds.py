@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from autoflash.bench import Pace
 from autoflash.child import Failure
 from autoflash.config import Config
 from autoflash.decision import quantiles, unsettled
@@ -29,10 +30,11 @@ LONG_US = 400.0  # a call that lasts so long, and others beside it, finds a card
 Samples = dict[Config, list[float]]  # microseconds of each config, sample i from round i
 
 
-def pace_of_final(problem: Problem, about_us: float, gpu: Gpu, effort: Effort) -> tuple[int, float]:
-    """Rounds of a final, and for how long each sample is led, where a call takes `about_us`."""
+def pace_of_final(problem: Problem, about_us: float, gpu: Gpu, effort: Effort) -> tuple[int, Pace]:
+    """Rounds of a final in which a call takes `about_us`, and their pace."""
     powerful = floor(problem, gpu).bound == "compute" and about_us >= LONG_US
-    return (effort.led_rounds, effort.lead_us) if powerful else (effort.rounds, 0.0)
+    rounds = effort.led_rounds if powerful else effort.rounds
+    return rounds, Pace(effort.lead_us if powerful else 0.0, effort.sample_cap_us)
 
 
 def side_by_side(
@@ -51,17 +53,17 @@ def side_by_side(
     leaves unsettled, for as long as the effort allows. Every config gets a trial of this stage,
     which is that or `cross`.
     """
-    rounds, lead_us = lab.effort.cross_rounds, 0.0
+    rounds, pace = lab.effort.cross_rounds, Pace(0.0, lab.effort.sample_cap_us)
     if stage == "final":
-        rounds, lead_us = pace_of_final(problem, about_us, lab.gpu, lab.effort)
+        rounds, pace = pace_of_final(problem, about_us, lab.gpu, lab.effort)
     entrants.wait_for(configs, limit)
     proven = [config for config in configs if entrants.prove(problem, config, stage)]
     entered = {}
     for config, after in zip(proven, [*proven[1:], None], strict=False):
-        trial = _enter(lab, entrants, problem, config, stage, lead_us, after)
+        trial = _enter(lab, entrants, problem, config, stage, pace, after)
         if trial is not None:
             entered[config] = trial
-    race = Race(lab, entrants, problem, stage, list(entered), lead_us)
+    race = Race(lab, entrants, problem, stage, list(entered), pace)
     race.run(list(entered), rounds, limit)
     if stage == "final":
         _prolong(race, rounds, limit.at_most(lab.effort.prolonged_s))
@@ -81,17 +83,17 @@ def heat(
 
     The worker must have prepared the problem.
     """
-    entered = {}
+    entered, pace = {}, Pace(0.0, lab.effort.sample_cap_us)
     for config in configs:
         started = time.monotonic()
         try:
-            lab.worker.arm(config, lab.effort.sample_cap_us)
+            lab.worker.arm(config, pace)
         except Failure as failure:
             entrants.fail(problem, config, "screen", failure, time.monotonic() - started)
         else:
             seconds = time.monotonic() - started
             entered[config] = entrants.trial(problem, config, "screen", "correct", seconds)
-    race = Race(lab, entrants, problem, "screen", list(entered))
+    race = Race(lab, entrants, problem, "screen", list(entered), pace)
     race.run(list(entered), rounds, limit)
     return race.end(entered)
 
@@ -116,7 +118,7 @@ def _enter(
     problem: Problem,
     config: Config,
     stage: str,
-    lead_us: float,
+    pace: Pace,
     after: Config | None,
 ) -> Trial | None:
     """The config's trial, without times yet, once it is right at the real size and armed.
@@ -125,9 +127,8 @@ def _enter(
     """
     started = time.monotonic()
     try:
-        cap_us = lab.effort.sample_cap_us
-        verdict = lab.worker.check_full(config, lab.seed, (cap_us, lead_us))
-        lab.worker.arm(config, cap_us, lead_us, (after, lab.seed) if after else None)
+        verdict = lab.worker.check_full(config, lab.seed, pace)
+        lab.worker.arm(config, pace, (after, lab.seed) if after else None)
     except Failure as failure:
         entrants.fail(problem, config, stage, failure, time.monotonic() - started)
         return None
@@ -144,11 +145,10 @@ class Race:
         problem: Problem,
         stage: str,
         configs: list[Config],
-        lead_us: float = 0.0,
+        pace: Pace,
     ) -> None:
         self._lab, self._entrants = lab, entrants
-        self._problem, self._stage = problem, stage
-        self._lead_us = lead_us
+        self._problem, self._stage, self._pace = problem, stage, pace
         self._order = random.Random(lab.seed)
         self.samples: Samples = {config: [] for config in configs}
 
@@ -167,7 +167,7 @@ class Race:
     def _rounds(self, orders: list[list[Config]]) -> None:
         started = time.monotonic()
         lab = self._lab
-        rows, failed = rounds_of(lab.worker, orders, lab.effort.sample_cap_us, self._lead_us)
+        rows, failed = rounds_of(lab.worker, orders, self._pace)
         for config, failure in failed.items():
             seconds = time.monotonic() - started
             self._entrants.fail(self._problem, config, self._stage, failure, seconds)
@@ -187,7 +187,7 @@ class Race:
 
 
 def rounds_of(
-    worker: Worker, orders: Sequence[Sequence[Config]], cap_us: float, lead_us: float = 0.0
+    worker: Worker, orders: Sequence[Sequence[Config]], pace: Pace
 ) -> tuple[list[dict[Config, float]], dict[Config, Failure]]:
     """The samples of each round that heat and power let count, and those configs that failed.
 
@@ -199,18 +199,18 @@ def rounds_of(
         rows = [dict(zip(order, row, strict=True)) for order, (row, braked) in taken if not braked]
         return rows, {}
     except Failure:
-        return _one_by_one(worker, orders[0], cap_us, lead_us)
+        return _one_by_one(worker, orders[0], pace)
 
 
 def _one_by_one(
-    worker: Worker, configs: Sequence[Config], cap_us: float, lead_us: float
+    worker: Worker, configs: Sequence[Config], pace: Pace
 ) -> tuple[list[dict[Config, float]], dict[Config, Failure]]:
     row: dict[Config, float] = {}
     failed: dict[Config, Failure] = {}
     slowed = False
     for config in configs:
         try:
-            worker.arm(config, cap_us, lead_us)
+            worker.arm(config, pace)
             [((row[config],), braked)] = worker.sample([[config]])
             slowed |= braked
         except Failure as failure:

@@ -16,8 +16,9 @@ from autoflash.bench import (
     GPU_CLOCK,
     GRAPH_LEAD_CYCLES,
     PATIENT_LEAD_CYCLES,
-    Burst,
     CallGraph,
+    Pace,
+    Replays,
     Timing,
     calls_in_graph,
     eager_samples,
@@ -68,7 +69,7 @@ class CudaDevice(Checker):
         self._uuid = str(uuid)
         self._telemetry = Telemetry(self._uuid)
         self._sets: list[tuple[Inputs, Result]] = []
-        self._bursts: dict[Config, Burst] = {}
+        self._armed: dict[Config, Replays] = {}
         self._readied: dict[Config, Ready] = {}
         self._captured: dict[Config, CallGraph] = {}  # the latest ones
         self._prepared: tuple[Problem, int] | None = None
@@ -103,7 +104,7 @@ class CudaDevice(Checker):
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        self._bursts.clear()
+        self._armed.clear()
         self._captured.clear()
         self._readied.clear()
         self._sets.clear()
@@ -133,7 +134,7 @@ class CudaDevice(Checker):
             if graph.calls > 1:
                 call_us = graph.sample()  # warms caches and clock, and measures without the host
             affordable = int(cap_us / max(call_us * graph.calls, 1.0)) - 1
-            each = Burst.of(graph, call_us)
+            each = Replays.of(graph, call_us)
             clocks: list[Clocks] = []
 
             def meanwhile() -> None:
@@ -156,24 +157,24 @@ class CudaDevice(Checker):
                 self._budgets[key] = budget_of(inputs, rows)
             return self.check_rows(inputs, config, rows, self._budgets[key])
 
-    def arm(self, config: Config, cap_us: float, lead_us: float = 0.0) -> None:
+    def arm(self, config: Config, pace: Pace) -> None:
         with failures():
             call_us = self._first_us(config)
-            graph = self._graph(config, call_us, cap_us)
+            graph = self._graph(config, call_us, pace.timed_us)
             if graph.calls > 1:
                 call_us = graph.sample()
-            self._bursts[config] = Burst.of(graph, call_us, lead_us)
+            self._armed[config] = Replays.of(graph, call_us, pace.lead_us)
 
     def sample(self, rounds: Sequence[Sequence[Config]]) -> list[tuple[list[float], bool]]:
         with failures():
-            return [self._round([self._bursts[config] for config in each]) for each in rounds]
+            return [self._round([self._armed[config] for config in each]) for each in rounds]
 
-    def _round(self, bursts: Sequence[Burst]) -> tuple[list[float], bool]:
+    def _round(self, graphs: Sequence[Replays]) -> tuple[list[float], bool]:
         braked: list[bool] = []
-        return sampled(bursts, lambda: braked.append(self._telemetry.braked())), braked[0]
+        return sampled(graphs, lambda: braked.append(self._telemetry.braked())), braked[0]
 
     def disarm(self) -> Clocks:
-        self._bursts.clear()
+        self._armed.clear()
         return self._telemetry.clocks()
 
     def eager(self, config: Config, calls: int, cap_us: float) -> Timing:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autoflash.bench import CallGraph, event_us
+from autoflash.bench import CallGraph, Pace, event_us
 from autoflash.errors import DeviceError
 from autoflash.records import Clocks
 from autoflash.telemetry import BRAKES, Telemetry
@@ -30,14 +30,6 @@ Call = Callable[[], Any]
 def buffer_sets(bytes_each: int, l2_bytes: int) -> int:
     """How many sets of inputs together exceed twice the last-level cache; at least two."""
     return min(64, max(2, -(-2 * l2_bytes // max(1, bytes_each)) + 1))
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long a contender runs when it is its turn, in microseconds: untimed, then timed."""
-
-    lead_us: float
-    timed_us: float
 
 
 BRISK = Pace(8_000.0, 8_000.0)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from autoflash.accuracy import Verdict
-from autoflash.bench import Timing
+from autoflash.bench import Pace, Timing
 from autoflash.busy import Busy
 from autoflash.check import Stage
 from autoflash.child import Call, Child, Failure, twice
@@ -69,8 +69,8 @@ class Device(CheckingDevice, Protocol):
         """Errors of sampled rows of the prepared problem, after bit-equal repeats."""
         ...
 
-    def arm(self, config: Config, cap_us: float, lead_us: float) -> None:
-        """Make the config ready to be sampled, for up to `cap_us` after `lead_us` untimed."""
+    def arm(self, config: Config, pace: Pace) -> None:
+        """Make the config ready to be sampled at this pace."""
         ...
 
     def sample(self, rounds: Sequence[Sequence[Config]]) -> list[tuple[list[float], bool]]:
@@ -154,7 +154,7 @@ class Worker:
         self._deadlines, self._limit_s = deadlines, limit_s
         self._prepared: tuple[Problem, int] | None = None
         self._promised: Screening | None = None  # the process has gone on with it
-        self._armed: dict[Config, tuple[float, float]] = {}
+        self._armed: dict[Config, Pace] = {}
         self.busy = Busy()
 
     @property
@@ -224,26 +224,17 @@ class Worker:
         # whose fault the process died of shows without the other
         return self._attempt("screen", *asked[:4], None, deadline_s=deadline_s)
 
-    def check_full(
-        self, config: Config, seed: int, arm: tuple[float, float] | None = None
-    ) -> Verdict:
-        """As a device does. The process goes on to `arm` the config, so."""
-        then = ("answer", ("arm", config, *arm)) if arm is not None else None
+    def check_full(self, config: Config, seed: int, pace: Pace | None = None) -> Verdict:
+        """As a device does. With a `pace` the process goes on to arm the config."""
+        then = ("answer", ("arm", config, pace)) if pace is not None else None
         deadline_s = self._deadlines.check_s
         return self._attempt("check_full", config, seed, deadline_s=deadline_s, then=then)
 
-    def arm(
-        self,
-        config: Config,
-        cap_us: float,
-        lead_us: float = 0.0,
-        after: tuple[Config, int] | None = None,
-    ) -> None:
+    def arm(self, config: Config, pace: Pace, after: tuple[Config, int] | None = None) -> None:
         """As a device does. The process goes on with `check_full` of what comes `after`."""
         then = ("answer", ("check_full", *after)) if after is not None else None
-        asked = (config, cap_us, lead_us)
-        self._attempt("arm", *asked, deadline_s=self._deadlines.time_s, then=then)
-        self._armed[config] = (cap_us, lead_us)
+        self._attempt("arm", config, pace, deadline_s=self._deadlines.time_s, then=then)
+        self._armed[config] = pace
 
     def sample(self, rounds: Sequence[Sequence[Config]]) -> list[tuple[list[float], bool]]:
         """As a device does. Where one of them fails, all of them are to be armed again."""
@@ -272,14 +263,14 @@ class Worker:
         method: str,
         *arguments: Any,
         deadline_s: float,
-        arm: Mapping[Config, tuple[float, float]] = {},
+        arm: Mapping[Config, Pace] = {},
         then: Call | None = None,
     ) -> Any:
         def once() -> Any:
             if self._child.pid is None:
                 self._restore()
-                for config, way in arm.items():
-                    self._call("arm", config, *way, deadline_s=deadline_s)
+                for config, pace in arm.items():
+                    self._call("arm", config, pace, deadline_s=deadline_s)
             return self._call(method, *arguments, deadline_s=deadline_s, then=then)
 
         return twice(once)
@@ -309,5 +300,5 @@ class Worker:
         self.hello()
         if self._prepared is not None:
             self._call("prepare", *self._prepared, deadline_s=self._deadlines.prepare_s)
-        for config, way in list(self._armed.items()):
-            self._call("arm", config, *way, deadline_s=self._deadlines.time_s)
+        for config, pace in list(self._armed.items()):
+            self._call("arm", config, pace, deadline_s=self._deadlines.time_s)

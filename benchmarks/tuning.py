@@ -28,6 +28,7 @@ from statistics import mean, median
 
 from harness import case_result, geometric_mean, write_results
 
+from autoflash.bench import Pace
 from autoflash.cards import open_card
 from autoflash.check import Stage
 from autoflash.config import Config
@@ -58,7 +59,6 @@ TRIALS = (8, 16, 24, 32)
 SEEDS = range(10)
 LIVE_SEEDS = range(3)
 ROUNDS, LED_ROUNDS = 62, 20  # of the re-timed table
-ROUND_US = 10_000.0  # of GPU time, at most, for one config in one round
 RETIMED = 10  # of the exhaustive search's finalists
 # Every candidate, and the finalists for long; other shapes' finalists are candidates anyway.
 EXHAUSTIVE = replace(
@@ -222,12 +222,12 @@ def _in_turn(
     order = random.Random(seed)
     worker.prepare(problem, seed)
     for config in configs:
-        worker.arm(config, ROUND_US)
+        worker.arm(config, Pace(0.0, EXHAUSTIVE.sample_cap_us))
     ((taken, _),) = worker.sample([configs])
-    _, lead_us = pace_of_final(problem, min(taken), gpu, EXHAUSTIVE)
-    for config in configs if lead_us else ():
-        worker.arm(config, ROUND_US, lead_us)
-    for _ in range(LED_ROUNDS if lead_us else ROUNDS):
+    _, pace = pace_of_final(problem, min(taken), gpu, EXHAUSTIVE)
+    for config in configs if pace.lead_us else ():
+        worker.arm(config, pace)
+    for _ in range(LED_ROUNDS if pace.lead_us else ROUNDS):
         row = order.sample(list(configs), len(configs))
         ((taken, braked),) = worker.sample([row])
         for config, us in () if braked else zip(row, taken, strict=True):

@@ -80,7 +80,7 @@ class FakeDevice:
         self._meet(config, "check_full")
         return Verdict("", 0.6, 0.6, 1e-7)
 
-    def arm(self, config, cap_us, lead_us=0.0):
+    def arm(self, config, pace):
         self._armed.add(config)
 
     def sample(self, rounds):

@@ -27,7 +27,7 @@ class Gpu:
     def check_full(self, config, seed, cap_us=None):
         pass
 
-    def arm(self, config, cap_us, lead_us=0.0, after=None):
+    def arm(self, config, pace, after=None):
         pass
 
     def sample(self, rounds):

@@ -30,7 +30,7 @@ class Worker:
         self._random = Random(0)
         self.check_full = Mock()
 
-    def arm(self, config, cap_us, lead_us=0.0, after=None):
+    def arm(self, config, pace, after=None):
         pass
 
     def sample(self, rounds):
@@ -151,4 +151,4 @@ def test_samples_of_a_final_of_long_products_are_of_a_card_that_ran_the_same_bef
     counts, _ = raced(noise=0.0, stage=stage, problem=problem, us=us)
     rounds = {True: EFFORT.led_rounds, False: EFFORT.rounds}[led]
     assert set(counts.values()) == {rounds if stage == "final" else EFFORT.cross_rounds}
-    assert {lead_us for _, _, lead_us, _ in armed} == {EFFORT.lead_us if led else 0.0}
+    assert {pace.lead_us for _, pace, _ in armed} == {EFFORT.lead_us if led else 0.0}

@@ -12,6 +12,7 @@ import pytest
 from child_services import Service, broken_service
 from fake_device import SHORT, machine
 
+from autoflash.bench import Pace
 from autoflash.child import Child, ChildError, Failure
 from autoflash.config import Config
 from autoflash.errors import DeviceError
@@ -20,6 +21,7 @@ from autoflash.rounds import rounds_of
 from autoflash.worker import LimitReached, Worker
 
 PROBLEM = Problem("prefill", "bf16", 1, 4, 2, 64, 128, 128)
+PACE = Pace(0.0, 1e5)
 GOOD, BAD, ALSO_GOOD = (Config.of("prefill", {"BLOCK_M": block}) for block in (64, 128, 32))
 
 
@@ -171,7 +173,7 @@ def test_a_new_process_gets_the_problem_and_the_armed_configs_of_the_dead_one():
     worker = fake_worker({BAD: "abort@sample"})
     worker.prepare(PROBLEM, 0)
     for config in (GOOD, BAD, ALSO_GOOD):
-        worker.arm(config, 1e5)
+        worker.arm(config, PACE)
     [((before,), _)] = worker.sample([[GOOD]])
     with pytest.raises(Failure, match="SIGABRT"):
         worker.sample([[BAD]])
@@ -185,7 +187,7 @@ def test_a_call_whose_process_was_killed_from_outside_is_made_once_more(tmp_path
     worker = fake_worker({BAD: f"killed once {tmp_path / 'once'}@sample"})
     worker.prepare(PROBLEM, 0)
     for config in (GOOD, BAD):
-        worker.arm(config, 1e5)
+        worker.arm(config, PACE)
     ((taken, braked),) = worker.sample([[BAD, GOOD]])
     assert min(taken) > 0 and not braked
     worker.close()
@@ -241,11 +243,11 @@ def test_who_kills_its_process_in_a_round_is_found_out():
     worker = fake_worker({BAD: "abort@sample"})
     worker.prepare(PROBLEM, 0)
     for config in (GOOD, BAD, ALSO_GOOD):
-        worker.arm(config, 1e5)
-    rows, failed = rounds_of(worker, [[GOOD, BAD, ALSO_GOOD]] * 2, 1e5)
+        worker.arm(config, PACE)
+    rows, failed = rounds_of(worker, [[GOOD, BAD, ALSO_GOOD]] * 2, PACE)
     assert [set(row) for row in rows] == [{GOOD, ALSO_GOOD}] and set(failed) == {BAD}
     assert "SIGABRT" in failed[BAD].reason
-    rows, failed = rounds_of(worker, [[ALSO_GOOD, GOOD]] * 2, 1e5)
+    rows, failed = rounds_of(worker, [[ALSO_GOOD, GOOD]] * 2, PACE)
     worker.close()
     assert [set(row) for row in rows] == [{GOOD, ALSO_GOOD}] * 2 and not failed
 
