@@ -142,7 +142,8 @@ class Entrants:
         for _ in self._compiled_of(configs, limit, meanwhile):
             continue
         if stage == Stage.FINAL:
-            proofs = {config: proof for config in configs if (proof := self._proof_of(config))}
+            asked = ((config, family_of(config.family).binary(config)) for config in configs)
+            proofs = {c: self._proofs[binary] for c, binary in asked if binary in self._proofs}
             for _ in _ending(proofs, limit, meanwhile):
                 continue
 
@@ -157,9 +158,6 @@ class Entrants:
                     self._lab.pool.hurry(self._proofs[binary], urgency)
                 elif config not in self.failed:
                     self._proofs[binary] = self._submit(config, urgency, Stage.FINAL)
-
-    def _proof_of(self, config: Config) -> Future[Resources] | None:
-        return self._proofs.get(family_of(config.family).binary(config))
 
     def _ask(self, config: Config, urgency: Urgency) -> None:
         if config in self._asked:
@@ -276,12 +274,11 @@ class Entrants:
     def _prove(self, problem: Problem, config: Config, stage: str) -> bool:
         if self.is_out(problem, config):
             return False
-        proof = self._proof_of(config)
-        if config in self._proven or proof is None:
+        if self._first is None or config in self._proven:
             return True
         started = time.monotonic()
         try:
-            proof.result()
+            self._proofs[family_of(config.family).binary(config)].result()
             self._lab.worker.check(problem, config, self._lab.seed, Stage.FINAL)
         except Failure as failure:
             self.fail(problem, config, stage, failure, time.monotonic() - started)
