@@ -149,9 +149,8 @@ class Replays:
     @classmethod
     def of(cls, graph: CallGraph, call_us: float, lead_us: float = 0.0) -> Self:
         """As many as make a sample long enough to be told from noise, after about `lead_us`."""
-        return cls(
-            graph, replays_for(call_us, graph.calls), math.ceil(lead_us / (call_us * graph.calls))
-        )
+        graph_us = max(call_us * graph.calls, 1.0)
+        return cls(graph, replays_for(graph_us), math.ceil(lead_us / graph_us))
 
 
 def sampled(graphs: Sequence[Replays], meanwhile: Callable[[], None] = lambda: None) -> list[float]:
@@ -169,9 +168,9 @@ def sampled(graphs: Sequence[Replays], meanwhile: Callable[[], None] = lambda: N
     return [us / (each.replays * each.graph.calls) for us, each in zip(timed, graphs, strict=True)]
 
 
-def replays_for(call_us: float, calls: int) -> int:
-    """As many as make a sample long enough to be told from noise."""
-    return max(1, min(20, math.ceil(SAMPLE_US / max(call_us * calls, 1.0))))
+def replays_for(graph_us: float) -> int:
+    """Replays that make a sample long enough to be told from noise."""
+    return max(1, min(20, math.ceil(SAMPLE_US / graph_us)))
 
 
 def eager_samples(call: Callable[[int], None], calls: int) -> tuple[float, ...]:

@@ -94,21 +94,17 @@ class Contest:
         except Failure as failure:
             self._failed = failure.reason
 
-    def decide(self) -> Decision | None:
-        """The recorded decision; None when no candidate was both right and timed."""
+    def decide(self) -> tuple[Decision | None, str]:
+        """The recorded decision; None, and why, when no candidate was both right and timed."""
         if self._failed:
-            return None
+            return None, self._failed
         try:
-            return self._earlier() or self._final()
+            decision = self._earlier() or self._final()
         except LimitReached:
-            return self._from_screening()
+            decision = self._from_screening()
         except Failure as failure:
-            self._failed = failure.reason
-            return None
-
-    def why_none(self) -> str:
-        """Why there is no decision."""
-        return self._failed or self._entrants.why_none()
+            return None, failure.reason
+        return decision, "" if decision else self._entrants.why_none()
 
     def time_default(self) -> None:
         """Screen the default alone, so that a search cut short still has an answer."""
@@ -199,10 +195,10 @@ class Contest:
         """The higher rungs: those whose times overlap the best's in turn, at least so many."""
         effort, at_least = self._lab.effort, SHARPENED * self._lab.effort.finalists
         for rung in range(1, len(effort.rungs)):
-            near = overlapping(self._sharpest(), at_least)
-            again = [trial for trial in near if not self._reached(rung, trial)]
+            near, best_us = overlapping(self._sharpest(), at_least), self._best_us()
+            again = [trial for trial in near if not effort.reached(rung, trial.samples, best_us)]
             if again and not self._limit.over:
-                self._heat([trial.config for trial in near], effort.samples(rung, self._best_us()))
+                self._heat([trial.config for trial in near], effort.samples(rung, best_us))
             at_least = effort.finalists
 
     def _heat(self, configs: Sequence[Config], rounds: int) -> None:
@@ -217,14 +213,9 @@ class Contest:
 
     def _sharpest(self) -> list[Trial]:
         """The trials of those sampled in turn, or all where none was: times that compare."""
-        every = list(self._screened.values())
-        return [trial for trial in every if self._reached(1, trial)] or every
-
-    def _reached(self, rung: int, trial: Trial) -> bool:
-        """Whether it has the samples of this rung, or the rung below already had them all."""
-        effort, best_us = self._lab.effort, self._best_us()
-        below = effort.samples(rung - 1, best_us)
-        return trial.samples > below or effort.samples(rung, best_us) <= below
+        every, best_us = list(self._screened.values()), self._best_us()
+        reached = self._lab.effort.reached
+        return [trial for trial in every if reached(1, trial.samples, best_us)] or every
 
     def _time(
         self,

@@ -43,6 +43,11 @@ class Effort:
         cap_us = self.first_cap_us if rung == 0 else self.cap_us
         return max(1, min(self.rungs[rung], int(cap_us / max(us, 0.1))))
 
+    def reached(self, rung: int, samples: int, us: float) -> bool:
+        """Whether so many are a higher rung's, or the rung below it already has as many."""
+        below = self.samples(rung - 1, us)
+        return samples > below or self.samples(rung, us) <= below
+
 
 EFFORTS = {
     effort.name: effort

@@ -142,8 +142,8 @@ class Entrants:
         for _ in self._compiled_of(configs, limit, meanwhile):
             continue
         if stage == Stage.FINAL:
-            asked = ((config, family_of(config.family).binary(config)) for config in configs)
-            proofs = {c: self._proofs[binary] for c, binary in asked if binary in self._proofs}
+            asked = ((config, self._proofs.get(_binary_of(config))) for config in configs)
+            proofs = {config: proof for config, proof in asked if proof is not None}
             for _ in _ending(proofs, limit, meanwhile):
                 continue
 
@@ -153,7 +153,7 @@ class Entrants:
             return
         with self._asking:
             for config in configs:
-                binary = family_of(config.family).binary(config)
+                binary = _binary_of(config)
                 if binary in self._proofs:
                     self._lab.pool.hurry(self._proofs[binary], urgency)
                 elif config not in self.failed:
@@ -188,7 +188,7 @@ class Entrants:
 
     def _binary(self, config: Config, urgency: Urgency) -> Binary:
         """The config's binary, asked for if nobody did yet."""
-        compiled = family_of(config.family).binary(config)
+        compiled = _binary_of(config)
         known = self._binaries.get(compiled)
         if known is not None:
             self._lab.pool.hurry(known.future, urgency)
@@ -278,7 +278,7 @@ class Entrants:
             return True
         started = time.monotonic()
         try:
-            self._proofs[family_of(config.family).binary(config)].result()
+            self._proofs[_binary_of(config)].result()
             self._lab.worker.check(problem, config, self._lab.seed, Stage.FINAL)
         except Failure as failure:
             self.fail(problem, config, stage, failure, time.monotonic() - started)
@@ -339,6 +339,10 @@ class Entrants:
             return "the budget ended before a candidate was checked and timed"
         first = failed[0]
         return f"every candidate failed, first {first.config}: {first.status}: {first.error}"
+
+
+def _binary_of(config: Config) -> Config:
+    return family_of(config.family).binary(config)
 
 
 def _ending(

@@ -131,8 +131,7 @@ class Team:
         share = math.ceil(left / self._alive)
         contest = Contest(lab, entrants, task.problem, lab.limit.share(share))
         contest.screen()
-        decision = contest.decide()
-        why = "" if decision else contest.why_none()
+        decision, why = contest.decide()
         if self._desk.closed:  # then it was stopped and came to no end of its own
             raise Stopped
         lab.progress.decided(task.problem, decision, why)

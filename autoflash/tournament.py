@@ -57,8 +57,7 @@ def _decided(
         contests[problem].screen()
     for number, problem in numbered:
         lab.progress.begin(problem, number, problems)
-        decision = contests[problem].decide()
-        why = "" if decision else contests[problem].why_none()
+        decision, why = contests[problem].decide()
         lab.progress.decided(problem, decision, why)
         yield problem, decision, why
 

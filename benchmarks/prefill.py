@@ -3,7 +3,7 @@
 The problems of benchmarks/workloads/prefill.yaml: 16384 tokens, 2048 / head_dim heads, bf16, causal
 and full, lengths 512 to 16384; and causal grouped-query shapes of one sequence. Beside the exported
 module stands the best config of the portable family: all its candidates are timed first, which
-takes half of the run (`--no-portable` leaves it out).
+takes a while (`--no-portable` leaves it out).
 """
 
 import argparse
@@ -127,16 +127,12 @@ def measured(
         left_out,
         errors_over_eager=errors,
         served={key: how[key] for key in ("how", "family", "knobs")},
-        **({"portable_config": portable_told(config, configs)} if config else {}),
+        portable_config=config and {"candidates": len(configs), "knobs": config.as_dict()},
     )
     del inputs, contenders, calls
     gc.collect()
     torch.cuda.empty_cache()
     return name, result
-
-
-def portable_told(config: Config, configs: Sequence[Config]) -> dict[str, Any]:
-    return {"candidates": len(configs), "knobs": config.as_dict()}
 
 
 def parsed() -> argparse.Namespace:

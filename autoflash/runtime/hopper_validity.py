@@ -219,7 +219,7 @@ def hopper_early_makespan(units: list[int], programs: int) -> int:
 
 # H200, by channels of a tile: (WARPGROUPS, BLOCK_N, num_stages, Q_BUFFERS, EPILOGUE,
 # Q_IN_REGISTERS, PING_PONG, SPLIT_WAIT, SCHEDULE, PAIR, HEAD_GROUP_MIB) of causal and of full
-# attention, each up to a number of keys; the best of its table there.
+# attention, each up to a number of keys; what won most of such lengths in searches there.
 HOPPER_DEFAULTS: dict[tuple[int, bool], tuple[tuple[int, tuple[int | str, ...]], ...]] = {
     (64, True): (
         (2048, (2, 128, 3, 2, "tma", 1, 1, 1, "late", 0, 24)),

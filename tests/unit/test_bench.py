@@ -37,7 +37,7 @@ def test_all_samples_of_a_rung_and_one_to_warm_up_fit_its_cap(call_us):
     """Not one long sample, which would say nothing of its spread."""
     cap_us, samples = 25_000.0, 5
     calls = calls_in_graph(call_us, 31, graph_cap_us(cap_us, samples))
-    sample_us = calls * call_us * replays_for(call_us, calls)
+    sample_us = calls * call_us * replays_for(calls * call_us)
     assert (samples + 1) * sample_us <= cap_us * 1.01
     assert sample_us >= SAMPLE_US * 0.9
 
