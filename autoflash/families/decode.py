@@ -29,6 +29,7 @@ PARTS = (
     "decode/attend_pairs.py.jinja",
     "decode/attend_latent.py.jinja",
     "decode/schedule.py.jinja",
+    "decode/prefetch.py.jinja",
     "decode/store.py.jinja",
     "decode/merge.py.jinja",
     "decode/kernel.py.jinja",

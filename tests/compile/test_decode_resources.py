@@ -158,9 +158,12 @@ def check_bound(gpu: Gpu, p: Problem, chosen: Config) -> None:
     assert compiled <= bound < 2 * compiled
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
-@pytest.mark.parametrize("schedule", ["split", "group"])
-def test_tables_and_lengths_of_64_bits_compile(schedule: str, arch: str) -> None:
+each_kind_of_gpu = pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+each_schedule = pytest.mark.parametrize("schedule", ["split", "group"])
+
+
+def compiled_for_64_bits(schedule: str, arch: str) -> list[Any]:
+    """The default's kernels for a table and lengths of int64."""
     gpu, p = TARGETS[arch], problem("bf16", 128, lengths="ragged")
     default = Config.of("decode", {**FAMILY.default(p, gpu).as_dict(), "SCHEDULE": schedule})
     kernel.compile_only(gpu)
@@ -170,12 +173,29 @@ def test_tables_and_lengths_of_64_bits_compile(schedule: str, arch: str) -> None
     inputs = replace(
         inputs, cache_seqlens=inputs.cache_seqlens.long(), block_table=inputs.block_table.long()
     )
-    plan = plan_of(module, inputs, *new_outputs(inputs), gpu, default)
-    assert [kernel._resources(each, gpu)[1] for each in compile_plan(plan)] == [0, 0]
+    return compile_plan(plan_of(module, inputs, *new_outputs(inputs), gpu, default))
+
+
+@each_kind_of_gpu
+@each_schedule
+def test_tables_and_lengths_of_64_bits_compile(schedule: str, arch: str) -> None:
+    kernels = compiled_for_64_bits(schedule, arch)
+    assert [kernel._resources(each, TARGETS[arch])[1] for each in kernels] == [0, 0]
+
+
+@each_kind_of_gpu
+@each_schedule
+def test_one_thread_prefetches_first_reads_before_the_wait_where_there_is_one(
+    schedule: str, arch: str
+) -> None:
+    code = compiled_for_64_bits(schedule, arch)[0].asm
+    before, *after = (code.get("ptx") or code["amdgcn"]).split("griddepcontrol.wait")
+    found = before.count("@first prefetch.global.L2"), *(part.count("prefetch") for part in after)
+    assert found == ((2, 0) if arch == "sm_90" else (0,))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("schedule", ["split", "group"])
+@each_schedule
 def test_the_swapped_product_does_not_spill_on_the_h200(head_dim: int, schedule: str) -> None:
     gpu, chosen = TARGETS["sm_90"], config("sm_90", schedule, 1, 64, 4, 3)
     p = Problem("decode", "bf16", 8, 32, 8, head_dim, 1, 512, page_size=16)

@@ -416,6 +416,58 @@ def partial_slot(part, first, SCHEDULE: tl.constexpr):
 
 
 @triton.jit
+def prefetch(pointer):
+    # A hint alone: no value is read, so it may stand before the wait for who still writes there.
+    # By one thread alone: given by all of a program, hints took the time that they saved.
+    tl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x;"
+        " setp.eq.u32 first, thread, 0; @first prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l",
+        [pointer.to(tl.int64)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_first_reads(
+    block_table,
+    cache_seqlens,
+    batch,
+    num_splits,
+    head_blocks,
+    max_pages,
+    table_width,
+    stride_lb,
+    reach,
+    visited,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+):
+    # A length leads to page ids, and these to keys: of three misses one after another the first two
+    # are over before they count. Which ids a program reads first is known where every sequence
+    # fills the table; where not, programs still fetch rows for each other, or a line for nobody.
+    program = tl.program_id(0)
+    longest = max_pages * PAGE_SIZE
+    tiles = count_tiles(longest, reach, visited, BLOCK_N)
+    if SCHEDULE == "group":
+        share = (batch * tiles + num_splits - 1) // num_splits
+        position = program // head_blocks * share
+        sequence = tl.minimum(position // tiles, batch - 1)
+        tile = position % tiles
+    else:
+        sequence = program // num_splits // head_blocks
+        tile = program % num_splits * ((tiles + num_splits - 1) // num_splits)
+    tile += first_key_seen(longest, reach, visited) // BLOCK_N
+    sequence = sequence.to(tl.int64)
+    page = tl.minimum(tile * BLOCK_N // PAGE_SIZE, max_pages - 1)  # a tile's first: others are near
+    prefetch(cache_seqlens + sequence * stride_lb)
+    prefetch(block_table + sequence * table_width + page)
+
+
+@triton.jit
 def store_rows(
     out,
     lse,
@@ -544,6 +596,21 @@ def decode(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     if DEPENDENT_LAUNCH:
+        prefetch_first_reads(
+            block_table,
+            cache_seqlens,
+            batch,
+            num_splits,
+            num_kv_heads * ROW_BLOCKS,
+            max_pages,
+            table_width,
+            stride_lb,
+            reach,
+            visited,
+            BLOCK_N,
+            PAGE_SIZE,
+            SCHEDULE,
+        )
         # Wait first, then trigger: `combine` reads lengths before it waits itself, and that is
         # sound only because this kernel no longer runs beside its own predecessor.
         gdc_wait()
