@@ -367,7 +367,7 @@ def decode(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     if DEPENDENT_LAUNCH:
-        # what comes after this call waits for all of it before it writes
+        # wait first, then trigger: who comes next reads lengths before it waits itself
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -388,13 +388,11 @@ def decode(
         sequence = program // num_splits // head_blocks
         position = 0
         end = 1
-
     kv_head = head_block // ROW_BLOCKS
     offs_m = head_block % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     head_mask = offs_m < GROUP_SIZE
     heads = kv_head * GROUP_SIZE + offs_m
     offs_d = tl.arange(0, BLOCK_D)
-
     while position < end:
         seqlen_k = tl.load(cache_seqlens + sequence.to(tl.int64) * stride_lb).to(tl.int32)
         sequence_tiles = count_tiles(seqlen_k, BLOCK_N)
@@ -411,7 +409,6 @@ def decode(
             first = sequence * num_splits
             part = split
             parts = (sequence_tiles + run - 1) // run
-
         if tile_start < tile_end:
             q_row = q + sequence.to(tl.int64) * stride_qb
             q_heads = heads.to(tl.int64) * stride_qh

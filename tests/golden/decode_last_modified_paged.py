@@ -399,15 +399,10 @@ def prefetch(pointer):
 
 
 @triton.jit
-def prefetch_first_reads(
-    block_table,
-    cache_seqlens,
-    batch,
+def prefetch_reads(
+    table,
+    lengths,
     num_splits,
-    head_blocks,
-    max_pages,
-    table_width,
-    stride_lb,
     reach,
     visited,
     BLOCK_N: tl.constexpr,
@@ -417,16 +412,18 @@ def prefetch_first_reads(
     # A length leads to page ids, and these to keys: of three misses one after another the first two
     # are over before they count. Which ids a program reads first is known where every sequence
     # fills the table; where not, programs still fetch rows for each other, or a line for nobody.
-    program = tl.program_id(0)
+    block_table, table_width, max_pages = table
+    cache_seqlens, stride_lb, batch = lengths
+    program, programs = tl.program_id(0), tl.num_programs(0)
     longest = max_pages * PAGE_SIZE
     tiles = count_tiles(longest, reach, visited, BLOCK_N)
     if SCHEDULE == "group":
         share = (batch * tiles + num_splits - 1) // num_splits
-        position = program // head_blocks * share
+        position = program // (programs // num_splits) * share
         sequence = tl.minimum(position // tiles, batch - 1)
         tile = position % tiles
     else:
-        sequence = program // num_splits // head_blocks
+        sequence = program // (programs // batch)
         tile = program % num_splits * ((tiles + num_splits - 1) // num_splits)
     tile += first_key_seen(longest, reach, visited) // BLOCK_N
     sequence = sequence.to(tl.int64)
@@ -642,22 +639,10 @@ def decode(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     if DEPENDENT_LAUNCH:
-        prefetch_first_reads(
-            block_table,
-            cache_seqlens,
-            batch,
-            num_splits,
-            num_kv_heads * ROW_BLOCKS,
-            max_pages,
-            table_width,
-            stride_lb,
-            reach,
-            visited,
-            BLOCK_N,
-            PAGE_SIZE,
-            SCHEDULE,
-        )
-        # what comes after this call waits for all of it before it writes
+        table = block_table, table_width, max_pages
+        lengths = cache_seqlens, stride_lb, batch
+        prefetch_reads(table, lengths, num_splits, reach, visited, BLOCK_N, PAGE_SIZE, SCHEDULE)
+        # wait first, then trigger: who comes next reads lengths before it waits itself
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -678,13 +663,11 @@ def decode(
         sequence = program // num_splits // head_blocks
         position = 0
         end = 1
-
     kv_head = head_block // ROW_BLOCKS
     offs_m = head_block % ROW_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     head_mask = offs_m < GROUP_SIZE
     heads = kv_head * GROUP_SIZE + offs_m
     offs_d = tl.arange(0, BLOCK_D)
-
     while position < end:
         seqlen_k = tl.load(cache_seqlens + sequence.to(tl.int64) * stride_lb).to(tl.int32)
         sequence_tiles = count_tiles(seqlen_k, reach, visited, BLOCK_N)
@@ -701,7 +684,6 @@ def decode(
             first = sequence * num_splits
             part = split
             parts = (sequence_tiles + run - 1) // run
-
         if tile_start < tile_end:
             skipped = first_key_seen(seqlen_k, reach, visited) // BLOCK_N
             slopes_log2 = None

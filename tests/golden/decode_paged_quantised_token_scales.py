@@ -308,15 +308,10 @@ def prefetch(pointer):
 
 
 @triton.jit
-def prefetch_first_reads(
-    block_table,
-    cache_seqlens,
-    batch,
+def prefetch_reads(
+    table,
+    lengths,
     num_splits,
-    head_blocks,
-    max_pages,
-    table_width,
-    stride_lb,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SCHEDULE: tl.constexpr,
@@ -324,16 +319,18 @@ def prefetch_first_reads(
     # A length leads to page ids, and these to keys: of three misses one after another the first two
     # are over before they count. Which ids a program reads first is known where every sequence
     # fills the table; where not, programs still fetch rows for each other, or a line for nobody.
-    program = tl.program_id(0)
+    block_table, table_width, max_pages = table
+    cache_seqlens, stride_lb, batch = lengths
+    program, programs = tl.program_id(0), tl.num_programs(0)
     longest = max_pages * PAGE_SIZE
     tiles = count_tiles(longest, BLOCK_N)
     if SCHEDULE == "group":
         share = (batch * tiles + num_splits - 1) // num_splits
-        position = program // head_blocks * share
+        position = program // (programs // num_splits) * share
         sequence = tl.minimum(position // tiles, batch - 1)
         tile = position % tiles
     else:
-        sequence = program // num_splits // head_blocks
+        sequence = program // (programs // batch)
         tile = program % num_splits * ((tiles + num_splits - 1) // num_splits)
     sequence = sequence.to(tl.int64)
     page = tl.minimum(tile * BLOCK_N // PAGE_SIZE, max_pages - 1)  # a tile's first: others are near
@@ -453,21 +450,10 @@ def decode(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     if DEPENDENT_LAUNCH:
-        prefetch_first_reads(
-            block_table,
-            cache_seqlens,
-            batch,
-            num_splits,
-            num_kv_heads * ROW_BLOCKS,
-            max_pages,
-            table_width,
-            stride_lb,
-            BLOCK_N,
-            PAGE_SIZE,
-            SCHEDULE,
-        )
-        # Wait first, then trigger: `combine` reads lengths before it waits itself, and that is
-        # sound only because this kernel no longer runs beside its own predecessor.
+        table = block_table, table_width, max_pages
+        lengths = cache_seqlens, stride_lb, batch
+        prefetch_reads(table, lengths, num_splits, BLOCK_N, PAGE_SIZE, SCHEDULE)
+        # wait first, then trigger: who comes next reads lengths before it waits itself
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)

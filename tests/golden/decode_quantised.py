@@ -335,8 +335,7 @@ def decode(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     if DEPENDENT_LAUNCH:
-        # Wait first, then trigger: `combine` reads lengths before it waits itself, and that is
-        # sound only because this kernel no longer runs beside its own predecessor.
+        # wait first, then trigger: who comes next reads lengths before it waits itself
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
