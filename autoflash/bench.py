@@ -36,7 +36,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a contender runs when it is its turn, in microseconds: untimed, then timed."""
+    """How long a contender runs when it is its turn, in microseconds: untimed, then timed.
+
+    In a search, what is not led may be timed for less.
+    """
 
     lead_us: float
     timed_us: float
@@ -147,10 +150,13 @@ class Replays:
     lead: int = 0
 
     @classmethod
-    def of(cls, graph: CallGraph, call_us: float, lead_us: float = 0.0) -> Self:
-        """As many as make a sample long enough to be told from noise, after about `lead_us`."""
+    def of(cls, graph: CallGraph, call_us: float, led: Pace | None = None) -> Self:
+        """As many as make a sample long enough to be told from noise, or as a pace wants."""
         graph_us = max(call_us * graph.calls, 1.0)
-        return cls(graph, replays_for(graph_us), math.ceil(lead_us / graph_us))
+        if led is None:
+            return cls(graph, replays_for(graph_us))
+        replays = max(1, round(led.timed_us / graph_us))
+        return cls(graph, replays, math.ceil(led.lead_us / graph_us))
 
 
 def sampled(graphs: Sequence[Replays], meanwhile: Callable[[], None] = lambda: None) -> list[float]:

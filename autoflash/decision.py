@@ -147,12 +147,12 @@ def choose(
 
     winner = default
     if beats_default(fastest):
-        eligible = [c for c in times if c == fastest or _tied(interval(c, fastest))]
+        eligible = [c for c in times if c == fastest or is_tie(interval(c, fastest))]
         winner = min(
             (c for c in eligible if beats_default(c)),
             key=lambda c: (c != incumbent, _simplicity(c, resources)),
         )
-    tied = tuple(sorted(c for c in times if c != winner and _tied(interval(c, winner))))
+    tied = tuple(sorted(c for c in times if c != winner and is_tie(interval(c, winner))))
     margin = interval(default, winner) if default in times else Interval(0.0, 0.0, 0.0)
     return Choice(winner, margin, tied)
 
@@ -201,7 +201,8 @@ def _ratios(slower: Sequence[float], faster: Sequence[float]) -> NDArray[np.floa
     return one / other
 
 
-def _tied(interval: Interval) -> bool:
+def is_tie(interval: Interval) -> bool:
+    """Whether what differs so is as fast as one another."""
     overlaps = interval.low <= 0 <= interval.high
     return abs(interval.value) <= (TIE if overlaps else RESOLUTION)
 

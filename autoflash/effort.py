@@ -15,9 +15,9 @@ class Effort:
 
     All samples of a candidate on the first rung are cut to `first_cap_us` of GPU time, those of a
     higher one to `cap_us`; each sample of a higher rung, of finals and of cross timing to
-    `sample_cap_us`. At least one launch is made. A final of `rounds`, or of `led_rounds` where each
-    sample comes after `lead_us` of the config itself, goes on for up to `prolonged_s` where it
-    leaves open what it was held for.
+    `sample_cap_us`. At least one launch is made. A final of `rounds` goes on for up to
+    `prolonged_s` where it leaves open what it was held for. One of `led_rounds`, each sample of
+    which lasts `lead_us` and comes after as much of the config itself, does so for `led_longer_s`.
     """
 
     name: str
@@ -33,8 +33,9 @@ class Effort:
     first_cap_us: float = 25_000.0
     sample_cap_us: float = 10_000.0
     led_rounds: int = 3
-    lead_us: float = 40_000.0
+    lead_us: float = 35_000.0
     prolonged_s: float = 2.0
+    led_longer_s: float = 4.0
 
     def samples(self, rung: int, us: float) -> int:
         """Of a candidate on a rung, where a call takes so long; at least one."""
@@ -52,9 +53,20 @@ class Effort:
 EFFORTS = {
     effort.name: effort
     for effort in (
-        Effort("quick", 32, 16, (3,), 3, 7, 0, 0, prolonged_s=0.5),
+        Effort("quick", 32, 16, (3,), 3, 7, 0, 0, prolonged_s=0.5, led_longer_s=1.0),
         Effort("standard", 200, 64, (5, 8), 6, 11, 3, 12),
-        Effort("max", 100_000, 100_000, (5, 16, 64, 256), 10, 31, 7, 32, prolonged_s=30.0),
+        Effort(
+            "max",
+            100_000,
+            100_000,
+            (5, 16, 64, 256),
+            10,
+            31,
+            7,
+            32,
+            prolonged_s=30.0,
+            led_longer_s=30.0,
+        ),
     )
 }
 

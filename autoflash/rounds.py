@@ -32,9 +32,9 @@ Samples = dict[Config, list[float]]  # microseconds of each config, sample i fro
 
 def pace_of_final(problem: Problem, about_us: float, gpu: Gpu, effort: Effort) -> tuple[int, Pace]:
     """Rounds of a final in which a call takes `about_us`, and their pace."""
-    powerful = floor(problem, gpu).bound == "compute" and about_us >= LONG_US
-    rounds = effort.led_rounds if powerful else effort.rounds
-    return rounds, Pace(effort.lead_us if powerful else 0.0, effort.sample_cap_us)
+    if floor(problem, gpu).bound == "compute" and about_us >= LONG_US:
+        return effort.led_rounds, Pace(effort.lead_us, effort.lead_us)
+    return effort.rounds, Pace(0.0, effort.sample_cap_us)
 
 
 def side_by_side(
@@ -66,7 +66,8 @@ def side_by_side(
     race = Race(lab, entrants, problem, stage, list(entered), pace)
     race.run(list(entered), rounds, limit)
     if stage == "final":
-        _prolong(race, rounds, limit.at_most(lab.effort.prolonged_s))
+        longer_s = lab.effort.led_longer_s if pace.lead_us else lab.effort.prolonged_s
+        _prolong(race, rounds, limit.at_most(longer_s))
     race.end(entered)
     return race.samples
 

@@ -163,7 +163,7 @@ class CudaDevice(Checker):
             graph = self._graph(config, call_us, pace.timed_us)
             if graph.calls > 1:
                 call_us = graph.sample()
-            self._armed[config] = Replays.of(graph, call_us, pace.lead_us)
+            self._armed[config] = Replays.of(graph, call_us, pace if pace.lead_us else None)
 
     def sample(self, rounds: Sequence[Sequence[Config]]) -> list[tuple[list[float], bool]]:
         with failures():

@@ -9,7 +9,8 @@
 more, side by side, and writes benchmarks/results/tuning-<GPU>.json: `seconds` of either search, and
 the chosen configs' times over the best of that table. The best is the fastest of every second
 round, the ratio that of the others, so that luck in being the fastest counts for nothing.
-`seeds` writes tuning_seeds-<GPU>.json: on which problems all searches have one winner or a tie.
+`seeds` writes tuning_seeds-<GPU>.json: on which problems all searches have one winner or a tie, by
+a final of theirs or by one of their winners, as long as that of `compare`.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from autoflash.bench import Pace
 from autoflash.cards import open_card
 from autoflash.check import Stage
 from autoflash.config import Config
-from autoflash.decision import paired_interval
+from autoflash.decision import Interval, is_tie, paired_interval
 from autoflash.effort import EFFORTS
 from autoflash.gpu import DEFAULT_TARGET, Gpu, known
 from autoflash.model import predicted_us
@@ -245,19 +246,39 @@ def seeds(problems: Mapping[str, Problem], gpus: int) -> None:
         else:
             with get_context("spawn").Pool(gpus) as pool:
                 results = pool.starmap(_tune_apart, each)
+    found = {
+        p: [d for r in results for d in r.decisions if d.problem == p] for p in problems.values()
+    }
+    differing = {
+        problem: list(dict.fromkeys(decision.winner for decision in decisions))
+        for problem, decisions in found.items()
+        if decisions and not all(map(partial(tied, decisions[0]), decisions))
+    }
+    beside = retimed(differing, results[0].gpu, max(LIVE_SEEDS)) if differing else {}
     cases, agreeing = [], 0
     for name, problem in problems.items():
-        found = [d for result in results for d in result.decisions if d.problem == problem]
-        agree = len(found) == len(results) and all(map(partial(tied, found[0]), found))
+        slower = slower_than_fastest(beside[problem]) if problem in beside else []
+        agree = len(found[problem]) == len(results) and all(map(is_tie, slower))
         agreeing += agree
         case = {"name": name, "problem": title(problem)}
-        winners = [str(decision.winner) for decision in found]
-        cases.append({"case": case, "agree": agree, "winners": winners})
-        print(f"{name:28} {'agree' if agree else 'differ'}")
+        winners = [str(decision.winner) for decision in found[problem]]
+        over = [round(1 + interval.value, 4) for interval in slower]
+        cases.append({"case": case, "agree": agree, "winners": winners, "retimed": over})
+        print(f"{name:28} {'agree' if agree else 'differ'} {over or ''}")
     share = round(agreeing / len(problems), 4)
     seconds = [round(result.seconds, 1) for result in results]
     path = write_results("tuning_seeds", cases, seconds=seconds, agreeing=share)
     print(f"{path}: {agreeing} of {len(problems)} agree")
+
+
+def slower_than_fastest(samples: Samples) -> list[Interval]:
+    """Each config's time over that of the fastest, itself left out."""
+    fastest = min(samples, key=lambda config: (median(samples[config]), config))
+    return [
+        paired_interval(taken, samples[fastest])
+        for config, taken in samples.items()
+        if config != fastest
+    ]
 
 
 def tied(one: Decision, other: Decision) -> bool:

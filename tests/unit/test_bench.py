@@ -1,5 +1,7 @@
 """The timing protocol's sums: how many buffers, calls, replays; what a sample may take."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from autoflash.bench import (
@@ -7,6 +9,8 @@ from autoflash.bench import (
     GRAPH_CALLS,
     MOST_SETS,
     SAMPLE_US,
+    Pace,
+    Replays,
     calls_in_graph,
     eager_samples,
     event_us,
@@ -84,3 +88,12 @@ def test_the_gpus_clock_counts_what_is_timed_and_whole_bodies_but_none_that_fail
     with pytest.raises(ZeroDivisionError), GPU_CLOCK.counting():
         raise ZeroDivisionError
     assert GPU_CLOCK.seconds - before_s == pytest.approx(0.004)
+
+
+def test_a_led_sample_is_as_long_as_its_pace_says_and_another_as_noise_wants():
+    graph = SimpleNamespace(calls=10)
+    led = Replays.of(graph, 350.0, Pace(35_000.0, 70_000.0))
+    assert (led.lead, led.replays) == (10, 20)
+    alone = Replays.of(graph, 10.0)
+    assert (alone.lead, alone.replays) == (0, 4)
+    assert Replays.of(graph, 50_000.0, Pace(35_000.0, 35_000.0)) == Replays(graph, 1, 1)

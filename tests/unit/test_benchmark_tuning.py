@@ -99,19 +99,28 @@ def test_compare_writes_what_the_standard_search_loses(tuning, written, monkeypa
         tuning.compare(PROBLEMS, 0, None)
 
 
-def test_seeds_writes_on_how_many_problems_all_searches_agree(tuning, written, monkeypatch):
+@pytest.mark.parametrize(("slower", "agree"), [(1.001, True), (1.02, False)])
+def test_seeds_agree_where_their_winners_tie_beside_one_another(
+    tuning, written, monkeypatch, slower, agree
+):
     runs = iter(
         result(decision(PROBLEMS["prefill-a"], 1), decision(PROBLEMS["decode-b"], place))
         for place in (1, 1, 3)
     )
+
+    def retimed(contenders, gpu, seed):
+        ((problem, configs),) = contenders.items()  # of the other one all winners are the same
+        assert configs == [candidates(problem)[1], candidates(problem)[3]]
+        return {problem: {configs[0]: [100.0] * 8, configs[1]: [slower * 100.0] * 8}}
+
     monkeypatch.setattr(tuning, "_tune", lambda *_, **__: next(runs))
+    monkeypatch.setattr(tuning, "retimed", retimed)
     tuning.seeds(PROBLEMS, 1)
     told = written["tuning_seeds"]
-    assert told["agreeing"] == 0.5 and told["seconds"] == [60.0] * 3
-    assert {case["case"]["name"]: case["agree"] for case in told["cases"]} == {
-        "prefill-a": True,
-        "decode-b": False,
-    }
+    assert told["agreeing"] == (1.0 if agree else 0.5) and told["seconds"] == [60.0] * 3
+    cases = {case["case"]["name"]: case for case in told["cases"]}
+    assert cases["prefill-a"]["agree"] and cases["prefill-a"]["retimed"] == []
+    assert cases["decode-b"]["agree"] == agree and cases["decode-b"]["retimed"] == [slower]
 
 
 def test_searches_side_by_side_have_a_gpu_and_cores_of_their_own(tuning, monkeypatch, tmp_path):

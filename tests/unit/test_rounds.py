@@ -118,8 +118,10 @@ def test_hopeless_noise_ends_a_final_all_the_same():
 
 def test_cross_timing_and_an_effort_without_time_for_it_prolong_nothing():
     assert set(raced(noise=0.01, stage="cross")[0].values()) == {EFFORT.cross_rounds}
-    hasty = replace(EFFORT, prolonged_s=0.0)
+    hasty = replace(EFFORT, prolonged_s=0.0, led_longer_s=0.0)
     assert set(raced(noise=0.01, effort=hasty)[0].values()) == {ROUNDS}
+    led = {"problem": LONGER, "us": 1000.0, "effort": hasty}
+    assert set(raced(noise=0.01, **led)[0].values()) == {EFFORT.led_rounds}
 
 
 @pytest.mark.parametrize("after", [3, ROUNDS + 3])
@@ -152,3 +154,6 @@ def test_samples_of_a_final_of_long_products_are_of_a_card_that_ran_the_same_bef
     rounds = {True: EFFORT.led_rounds, False: EFFORT.rounds}[led]
     assert set(counts.values()) == {rounds if stage == "final" else EFFORT.cross_rounds}
     assert {pace.lead_us for _, pace, _ in armed} == {EFFORT.lead_us if led else 0.0}
+    assert {pace.timed_us for _, pace, _ in armed} == {
+        EFFORT.lead_us if led else EFFORT.sample_cap_us
+    }
