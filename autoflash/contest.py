@@ -24,7 +24,7 @@ from autoflash.pool import Urgency
 from autoflash.problem import Problem
 from autoflash.promise import by_promise, lost_nearby, transferred_to
 from autoflash.records import Decision, Trial
-from autoflash.rounds import heat, side_by_side, with_times
+from autoflash.rounds import heat, pace_of_final, side_by_side, with_times
 from autoflash.search import Proposals, likely_next, strategy_for
 from autoflash.search.exhaustive import exhaustive
 from autoflash.worker import LimitReached
@@ -257,7 +257,9 @@ class Contest:
                 return self._from_screening()
             if samples:
                 decision = self._from_rounds(samples)
-                time_eager(lab, self._entrants, problem, list(samples), self._limit)
+                fastest = [config for config, _ in decision.times[: lab.effort.finalists]]
+                both = list(dict.fromkeys([*fastest, decision.winner, decision.default]))
+                time_eager(lab, self._entrants, problem, [c for c in both if c in samples], limit)
                 return decision
             for config in finalists:
                 self._screened.pop(config, None)
@@ -266,12 +268,19 @@ class Contest:
     def _finalists(self) -> list[Config]:
         """The fastest of the screening, the default unless it failed, an earlier run's winner."""
         ranked = sorted(self._sharpest(), key=lambda t: (t.median_us or 0.0, t.config))
-        finalists = [trial.config for trial in ranked[: self._lab.effort.finalists]]
+        finalists = [trial.config for trial in ranked[: self._wanted(ranked)]]
         if self._default in self._screened:
             finalists.append(self._default)
         if ranked and (earlier := self._standing()):
             finalists.append(earlier.winner)
         return list(dict.fromkeys(finalists))
+
+    def _wanted(self, ranked: Sequence[Trial]) -> int:
+        """How many finalists; all that met in turn where the final has another pace than that."""
+        lab = self._lab
+        best_us = (ranked[0].median_us or 0.0) if ranked else 0.0
+        _, pace = pace_of_final(self._problem, best_us, lab.gpu, lab.effort)
+        return lab.effort.finalists * (SHARPENED if pace.lead_us else 1)
 
     def _standing(self) -> Decision | None:
         """An earlier decision whose winner nothing speaks against."""

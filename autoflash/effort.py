@@ -17,7 +17,7 @@ class Effort:
     higher one to `cap_us`; each sample of a higher rung, of finals and of cross timing to
     `sample_cap_us`. At least one launch is made. A final of `rounds` goes on for up to
     `prolonged_s` where it leaves open what it was held for. One of `led_rounds`, each sample of
-    which lasts `lead_us` and comes after as much of the config itself, does so for `led_longer_s`.
+    which lasts `led_us` and comes after `lead_us` of the config itself, does so for `led_longer_s`.
     """
 
     name: str
@@ -34,8 +34,9 @@ class Effort:
     sample_cap_us: float = 10_000.0
     led_rounds: int = 3
     lead_us: float = 35_000.0
+    led_us: float = 50_000.0
     prolonged_s: float = 2.0
-    led_longer_s: float = 4.0
+    led_longer_s: float = 3.0
 
     def samples(self, rung: int, us: float) -> int:
         """Of a candidate on a rung, where a call takes so long; at least one."""

@@ -33,7 +33,7 @@ Samples = dict[Config, list[float]]  # microseconds of each config, sample i fro
 def pace_of_final(problem: Problem, about_us: float, gpu: Gpu, effort: Effort) -> tuple[int, Pace]:
     """Rounds of a final in which a call takes `about_us`, and their pace."""
     if floor(problem, gpu).bound == "compute" and about_us >= LONG_US:
-        return effort.led_rounds, Pace(effort.lead_us, effort.lead_us)
+        return effort.led_rounds, Pace(effort.lead_us, effort.led_us)
     return effort.rounds, Pace(0.0, effort.sample_cap_us)
 
 

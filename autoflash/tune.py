@@ -32,9 +32,7 @@ from autoflash.tournament import hold
 from autoflash.worker import DEADLINES, Deadlines, Device, Worker
 from autoflash.workload import Workload
 
-PROTOCOL = (
-    "5: as 3, in finals of long products samples of 35 ms, each after as much of its own config"
-)
+PROTOCOL = "5: as 3, in finals of long products samples of 50 ms after 35 of their own config"
 NO_GPU = "No GPU here: kernels are compiled for {}, checked in an interpreter and only predicted"
 
 

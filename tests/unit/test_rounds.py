@@ -155,5 +155,5 @@ def test_samples_of_a_final_of_long_products_are_of_a_card_that_ran_the_same_bef
     assert set(counts.values()) == {rounds if stage == "final" else EFFORT.cross_rounds}
     assert {pace.lead_us for _, pace, _ in armed} == {EFFORT.lead_us if led else 0.0}
     assert {pace.timed_us for _, pace, _ in armed} == {
-        EFFORT.lead_us if led else EFFORT.sample_cap_us
+        EFFORT.led_us if led else EFFORT.sample_cap_us
     }

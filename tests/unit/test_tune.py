@@ -199,6 +199,21 @@ def test_who_looked_slow_alone_meets_the_others_in_turn_before_finalists_are_cho
     assert len(lucky) > EFFORTS["standard"].finalists and decision.winner == best
 
 
+# At the power limit who is fast alone, or in turn with others, need not be so where it is led.
+@pytest.mark.parametrize(("us", "times_as_many"), [(100.0, 1), (1000.0, 2)])
+def test_all_who_met_in_turn_are_finalists_where_the_final_is_led(db, us, times_as_many):
+    (group,), _ = groups_of([LONGER], GPU)
+    candidates = group.candidates(LONGER, GPU)
+    times = {config: us + place for place, config in enumerate(candidates)}
+    times[group.default(LONGER, GPU)] = 2 * us
+    (decision,) = search(db, machine(times=times), LONGER, effort="standard").decisions
+    wanted = times_as_many * EFFORTS["standard"].finalists
+    assert len(decision.times) == wanted + 1  # and the default
+    final = [trial for trial in trials(db, LONGER) if trial.stage == "final"]
+    eager = {trial.config for trial in final if trial.regime == "eager"}
+    assert len(eager) == EFFORTS["standard"].finalists + 1
+
+
 # Two samples of the fastest are affordable in turn, one of any other.
 def test_the_fastest_is_a_finalist_where_others_are_too_slow_for_another_sample(db):
     (group,), _ = groups_of([PROBLEM], GPU)
