@@ -24,14 +24,13 @@ from autoflash.pool import Urgency
 from autoflash.problem import Problem
 from autoflash.promise import by_promise, lost_nearby, transferred_to
 from autoflash.records import Decision, Trial
-from autoflash.rounds import heat, pace_of_final, side_by_side, with_times
+from autoflash.rounds import SHARPENED, finalists_of, heat, side_by_side, with_times
 from autoflash.search import Proposals, likely_next, strategy_for
 from autoflash.search.exhaustive import exhaustive
 from autoflash.worker import LimitReached
 
 SCREENING_SHARE = 0.65  # of a problem's time, where there is a limit; the rest is the final's
 ASIDE = 8  # trials on another shape, before it is seen whether a compiler is done
-SHARPENED = 2  # times as many as finalists, at least, meet in turn before some of them are chosen
 GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed any further
 
 
@@ -268,19 +267,14 @@ class Contest:
     def _finalists(self) -> list[Config]:
         """The fastest of the screening, the default unless it failed, an earlier run's winner."""
         ranked = sorted(self._sharpest(), key=lambda t: (t.median_us or 0.0, t.config))
-        finalists = [trial.config for trial in ranked[: self._wanted(ranked)]]
+        best_us = (ranked[0].median_us or 0.0) if ranked else 0.0
+        most = finalists_of(self._problem, best_us, self._lab.gpu, self._lab.effort)
+        finalists = [trial.config for trial in ranked[:most]]
         if self._default in self._screened:
             finalists.append(self._default)
         if ranked and (earlier := self._standing()):
             finalists.append(earlier.winner)
         return list(dict.fromkeys(finalists))
-
-    def _wanted(self, ranked: Sequence[Trial]) -> int:
-        """How many finalists; all that met in turn where the final has another pace than that."""
-        lab = self._lab
-        best_us = (ranked[0].median_us or 0.0) if ranked else 0.0
-        _, pace = pace_of_final(self._problem, best_us, lab.gpu, lab.effort)
-        return lab.effort.finalists * (SHARPENED if pace.lead_us else 1)
 
     def _standing(self) -> Decision | None:
         """An earlier decision whose winner nothing speaks against."""

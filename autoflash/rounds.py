@@ -25,6 +25,7 @@ from autoflash.worker import Worker
 BRAKED_TRIES = 2  # rounds tried for each round wanted, where heat or power spoil some
 TOGETHER = 4  # rounds asked of a worker at once
 PROLONGED = 7  # times at most that a final goes on, as long as it was, for those left unsettled
+SHARPENED = 2  # times as many as finalists, at least, meet in turn before some of them are chosen
 LONG_US = 400.0  # a call that lasts so long, and others beside it, finds a card at its power limit
 
 Samples = dict[Config, list[float]]  # microseconds of each config, sample i from round i
@@ -35,6 +36,12 @@ def pace_of_final(problem: Problem, about_us: float, gpu: Gpu, effort: Effort) -
     if floor(problem, gpu).bound == "compute" and about_us >= LONG_US:
         return effort.led_rounds, Pace(effort.lead_us, effort.led_us)
     return effort.rounds, Pace(0.0, effort.sample_cap_us)
+
+
+def finalists_of(problem: Problem, about_us: float, gpu: Gpu, effort: Effort) -> int:
+    """How many are in a final; all that met in turn before where it has another pace than that."""
+    _, pace = pace_of_final(problem, about_us, gpu, effort)
+    return effort.finalists * (SHARPENED if pace.lead_us else 1)
 
 
 def side_by_side(

@@ -7,12 +7,11 @@ from unittest.mock import Mock
 import pytest
 from recorded_tables import TABLE
 
-from autoflash.contest import SHARPENED
 from autoflash.decision import choose_by_rounds, quantiles
 from autoflash.effort import EFFORTS, TimeLimit
 from autoflash.gpu import known
 from autoflash.records import Clocks, Trial
-from autoflash.rounds import side_by_side
+from autoflash.rounds import SHARPENED, finalists_of, side_by_side
 
 SEEDS = range(10)
 FOREVER = TimeLimit(None)
@@ -57,17 +56,18 @@ def decided(recorded, seed, effort):
         kept = (None, SHARPENED * effort.finalists)[min(rung, 1)]
         near = sorted(screened, key=screened.__getitem__)[:kept]
         screened = {c: quantiles(recorded.timed[c].draw(random, samples))[0] for c in near}
-    finalists = sorted(screened, key=screened.__getitem__)[: effort.finalists]
+    gpu, about_us = known("NVIDIA_H200"), min(screened.values())
+    most = finalists_of(recorded.problem, about_us, gpu, effort)
+    finalists = sorted(screened, key=screened.__getitem__)[:most]
     configs = list(dict.fromkeys([*finalists, recorded.default]))
     lab = SimpleNamespace(
         worker=Gpu(recorded, random),
         effort=effort,
         seed=seed,
-        gpu=known("NVIDIA_H200"),
+        gpu=gpu,
         journal=Mock(),
         limit=FOREVER,
     )
-    about_us = screened[configs[0]]
     samples = side_by_side(lab, ENTRANTS, recorded.problem, configs, "final", about_us, FOREVER)
     resources = {config: timed.resources for config, timed in recorded.timed.items()}
     return choose_by_rounds(samples, recorded.default, resources)[0]
