@@ -17,6 +17,7 @@ from autoflash.groups import Group, groups_of
 from autoflash.journal import Journal
 from autoflash.problem import Problem
 from autoflash.roofline import floor
+from autoflash.rounds import finalists_of, pace_of_final
 from autoflash.search import strategy_for
 from autoflash.search.exhaustive import exhaustive
 from autoflash.store import Store, default_path
@@ -152,9 +153,11 @@ def _timing_s(problem: Problem, gpu: Gpu, effort: Effort) -> float:
     graph_us = graph_cap_us(effort.first_cap_us, effort.rungs[0])
     of_graph_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, graph_us))
     screened_us = 2 * call_us + min(effort.first_cap_us, (effort.rungs[0] + 1) * of_graph_us)
-    sample_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, effort.sample_cap_us))
-    finals_us = effort.finalists * effort.rounds * sample_us / effort.max_candidates
-    return (screened_us + finals_us) / 1e6
+    rounds, pace = pace_of_final(problem, call_us, gpu, effort)
+    of_sample_us = max(SAMPLE_US, call_us * calls_in_graph(call_us, sets, pace.timed_us))
+    turns = rounds * finalists_of(problem, call_us, gpu, effort)
+    finals_us = turns * (pace.lead_us + pace.timed_us if pace.lead_us else of_sample_us)
+    return (screened_us + finals_us / effort.max_candidates) / 1e6
 
 
 def _pace(conn: sqlite3.Connection, gpu: Gpu, effort: Effort) -> float | None:

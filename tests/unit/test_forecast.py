@@ -104,3 +104,13 @@ def test_a_problem_that_no_family_serves_is_told_with_the_reason(db):
     served, refused = told(db, PROBLEM, odd)
     assert served.tried <= QUICK and refused.problem == odd
     assert refused.why and (refused.tried, refused.seconds) == (0, 0.0)
+
+
+@pytest.mark.parametrize("seqlen", [512, 16384])
+def test_the_rounds_of_led_finals_count_where_there_are_some(db, monkeypatch, seqlen):
+    problem = replace(PROBLEM, num_heads=32, num_kv_heads=32, seqlen_q=seqlen, seqlen_k=seqlen)
+    (before,) = told(db, problem)
+    more = replace(EFFORTS["quick"], led_rounds=10 * EFFORTS["quick"].led_rounds)
+    monkeypatch.setitem(EFFORTS, "quick", more)
+    (after,) = told(db, problem)
+    assert (after.seconds > before.seconds) == (seqlen == 16384)
