@@ -74,8 +74,8 @@ class Decision:
     """One verdict on one problem.
 
     `margin` is the default's time over the winner's, minus one, with its 95 % interval; `tied` are
-    the configs whose paired interval overlaps the winner's; `times` holds every config measured in
-    the final or the cross timing of this problem, fastest first.
+    the configs within half a percent of the winner; `times` holds every config measured in the
+    final or the cross timing of this problem, fastest first.
     """
 
     problem: Problem

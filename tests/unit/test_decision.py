@@ -128,11 +128,11 @@ def test_more_than_half_a_percent_is_no_tie_however_wide_the_interval():
 
 def test_what_no_second_run_would_repeat_is_a_tie_however_narrow_the_interval():
     simple, fast, slow = config(2), config(8), config(8, 3)
-    samples = {simple: rounds(100.15, noise=0.0001), fast: rounds(100, noise=0.0001)}
+    samples = {simple: rounds(100.4, noise=0.0001), fast: rounds(100, noise=0.0001)}
     samples[slow] = rounds(150)
     assert paired_interval(samples[simple], samples[fast]).low > 0
     assert chosen(samples, slow).winner == simple
-    samples[simple] = rounds(100.3, noise=0.0001)
+    samples[simple] = rounds(100.6, noise=0.0001)
     assert chosen(samples, slow).winner == fast
 
 
