@@ -12,10 +12,13 @@ import numpy as np
 THREADS, WARP = 128, 32
 FORMS = {
     "neg.f32": lambda x: -x,
+    "abs.f32": np.abs,
     "mov.f32": lambda x: x,
     "mov.b32": lambda x: x,
     "ex2.approx.ftz.f32": np.exp2,
+    "rcp.approx.ftz.f32": lambda x: np.float32(1.0) / x,
     "max.f32": np.fmax,
+    "min.f32": np.fmin,
     "mul.f32": np.multiply,
     "sub.f32": np.subtract,
     "fma.rn.f32": lambda x, y, z: (np.float64(x) * y + z).astype(np.float32),
@@ -23,6 +26,7 @@ FORMS = {
     "selp.b32": lambda x, y, condition: np.where(condition, x, y),
     "setp.gt.f32": np.greater,
     "setp.ne.s32": np.not_equal,
+    "not.pred": np.logical_not,
     "vote.sync.any.pred": lambda x, _: np.repeat(x.reshape(-1, WARP).any(1), WARP),
     "shfl.sync.bfly.b32": lambda x, distance, *_: x[np.arange(THREADS) ^ int(distance[0])],
 }
@@ -47,7 +51,9 @@ def run(
 ) -> tuple[list[np.ndarray], set[bool]]:
     """The results of a text for operands of one shape, and whether warps jumped: {True, False}."""
     shape = np.broadcast_shapes(*(np.shape(operand) for operand in operands))
-    wide = [of_threads(np.broadcast_to(operand, shape)) for operand in operands]
+    # a number of the host's is of 32 bits on the device
+    given = [np.float32(each) if isinstance(each, float) else each for each in operands]
+    wide = [of_threads(np.broadcast_to(operand, shape)) for operand in given]
     assert wide[0].shape[1] == pack, "a thread has other elements than the text takes"
     kinds = constraints.split(",")
     outputs = [kind for kind in kinds if kind.startswith("=")]

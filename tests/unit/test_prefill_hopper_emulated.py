@@ -16,6 +16,7 @@ from autoflash.inputs import Inputs, make_inputs
 from autoflash.kernel import new_outputs
 from autoflash.problem import Problem
 from autoflash.render import render
+from autoflash.runtime.modifiers import modifiers_of, prefill_plan
 
 NAN = float("nan")
 SMS = 2  # so few that every program has several tiles
@@ -55,8 +56,9 @@ def emulate(
     out, lse = new_outputs(inputs)
     lse = lse if with_lse else None
     scale, layout = problem.head_dim**-0.5, problem.layout
-    q, k, v = inputs.q, inputs.k, inputs.v
-    plan = module.plan(q, k, v, out, lse, scale, layout, SMS, knobs, poisoned)
+    arguments = (inputs.q, inputs.k, inputs.v, out, lse, scale, layout, SMS, knobs, poisoned)
+    modifiers = modifiers_of(problem, inputs.modifiers)
+    plan = prefill_plan(module, problem, modifiers, *arguments)
     for kernel, grid, arguments, _ in plan:
         machine.launch(kernel, grid, arguments)
     reason = Budget(inputs).judge(out, lse).reason
