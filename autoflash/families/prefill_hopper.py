@@ -8,10 +8,11 @@ from functools import lru_cache
 from autoflash.config import Config, Knob
 from autoflash.families.family import Family
 from autoflash.gpu import Gpu
-from autoflash.problem import Problem, Variant
+from autoflash.problem import SWITCHES, Problem, Variant
 from autoflash.runtime.hopper_validity import (
     hopper_block_d,
     hopper_heads_per_group,
+    hopper_keys_seen,
     hopper_rounds,
     hopper_tiles,
     prefill_hopper_default,
@@ -25,6 +26,7 @@ PARTS = (
     "prefill_hopper/schedule.py.jinja",
     "prefill_hopper/rings.py.jinja",
     "prefill_hopper/producer.py.jinja",
+    "prefill_hopper/softcap.py.jinja",
     "prefill_hopper/softmax.py.jinja",
     "prefill_hopper/scores.py.jinja",
     "prefill_hopper/store.py.jinja",
@@ -35,6 +37,7 @@ PARTS = (
     "prefill_hopper/numbers.py.jinja",
     "prefill_hopper/descriptors.py.jinja",
     "prefill_hopper/plan.py.jinja",
+    "prefill_hopper/plan_modified.py.jinja",
 )
 
 KNOBS = (
@@ -53,11 +56,13 @@ KNOBS = (
 
 # By schedule: what was seen to pay, best first. A counter keeps more heads in flight.
 HEAD_GROUPS = {"static": (1, 4), "early": (24, 4, 48), "late": (24, 4, 48)}
+NARROW_WINDOW = 512  # keys, of which the edges of blocks of 128 are a large part
 RESERVED_BYTES = 1024  # of shared memory, which the driver keeps for each program
 
 
 def variant(problem: Problem) -> Variant:
-    return Variant(family="prefill_hopper", op="prefill", causal=problem.causal)
+    on = {name: True for name in problem.switches if name in SWITCHES}
+    return Variant(family="prefill_hopper", op="prefill", **on)
 
 
 @lru_cache
@@ -98,10 +103,13 @@ def _tile_hopeless(problem: Problem, knobs: dict, gpu: Gpu) -> str | None:
         return "three warpgroups pay at 64 channels"
     small_tile = warpgroups == 1 and block_d >= 128
     usual_n = 64 if block_d == 256 or small_tile else 128
-    if knobs["BLOCK_N"] != usual_n:
+    few_keys = problem.windowed and hopper_keys_seen(problem) <= NARROW_WINDOW
+    narrow_blocks = knobs["BLOCK_N"] == 64 and few_keys
+    if knobs["BLOCK_N"] != usual_n and not narrow_blocks:
         # H200, head_dim 128 causal: 64 keys lose 2 to 13 % with two warpgroups
         return f"BLOCK_N {knobs['BLOCK_N']} where {usual_n} is faster"
-    if not small_tile and knobs["num_stages"] != (3 if block_d == 64 else 2):
+    stages = 3 if block_d == 64 or (block_d == 128 and knobs["BLOCK_N"] == 64) else 2
+    if not small_tile and knobs["num_stages"] != stages:
         return (
             f"num_stages {knobs['num_stages']} where as many as fit are {5 - knobs['num_stages']}"
         )
@@ -109,7 +117,8 @@ def _tile_hopeless(problem: Problem, knobs: dict, gpu: Gpu) -> str | None:
     if warpgroups == 1 and problem.seqlen_q > 64 and 2 * smem_bytes > gpu.smem_per_sm:
         return "one warpgroup to an SM: its products wait for its softmax"
     two = {**knobs, "WARPGROUPS": 2}
-    if warpgroups == 1 and block_d == 64 and hopper_rounds(problem, two, gpu) > 4:
+    fills = hopper_rounds(problem, two, gpu) > 4
+    if warpgroups == 1 and block_d == 64 and fills and not narrow_blocks:
         return "64 query rows at a time where tiles of 128 fill the GPU"
     return None
 

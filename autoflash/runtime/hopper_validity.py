@@ -15,6 +15,7 @@ from .problem import Problem
 # A schedule that keeps the SMs less busy than this, as a share of what "late" does, is refused.
 HOPPER_LEAST_BALANCE = 0.93
 HOPPER_TILE_OVERHEAD = 1  # what a tile costs beside its key blocks, in key blocks
+HOPPER_MODIFIERS = ("softcap", "sinks")  # served, as windows are; the rest is the portable family's
 HOPPER_SIMULATED_UNITS = 8192  # with more of them every schedule from a counter is even
 
 
@@ -29,9 +30,9 @@ def prefill_hopper_unsupported(problem: Problem, gpu: Any) -> str | None:
         return "packed sequences: the portable family's"
     if p.lengths != "equal":
         return "sequences of different lengths are not served"
-    if p.windowed or p.modifiers or p.masks:
-        on = ", ".join(["windows"] * p.windowed + [*p.modifiers, *p.masks])
-        return f"{on}: the portable family's"
+    others = [name for name in p.modifiers if name not in HOPPER_MODIFIERS] + [*p.masks]
+    if others:
+        return f"{', '.join(others)}: the portable family's"
     if gpu.vendor != "nvidia" or gpu.capability != 90:
         return f"its products and barriers are of sm_90 alone, this is {gpu.arch}"
     if p.dtype not in ("bf16", "fp16"):
@@ -65,10 +66,12 @@ def hopper_tile_refusal(problem: Problem, knobs: Mapping[str, Any]) -> str | Non
     # more than the registers hold, the assembler spills and serialises the products (C7512)
     if warpgroups == 3 and (block_d + knobs["BLOCK_N"] > 192 or knobs["Q_IN_REGISTERS"]):
         return "three warpgroups have registers for 192 scores and sums a row and no q"
+    if warpgroups == 3 and problem.windowed:
+        return "three warpgroups have no registers for the edges of a window"
     if block_d == 256 and (knobs["BLOCK_N"] > 64 or knobs["Q_IN_REGISTERS"]):
         return "256 channels leave registers for 64 scores a row and no q"
-    if knobs["PAIR"] and not problem.causal:
-        return "full attention has no long and short tiles to pair"
+    if knobs["PAIR"] and (problem.windowed or not problem.causal):
+        return "windows and full attention have no long and short tiles to pair"
     if knobs["PAIR"] and knobs["SCHEDULE"] != "static":
         return "pairs are of the static schedule"
     return None
@@ -86,7 +89,7 @@ def hopper_memory_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) 
 
 def hopper_schedule_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> str | None:
     """Why the knobs' schedule leaves the GPU idle, or None. Tiles of full attention are alike."""
-    if not problem.causal or (knobs["SCHEDULE"] == "late" and not knobs["PAIR"]):
+    if problem.window == (-1, -1) or (knobs["SCHEDULE"] == "late" and not knobs["PAIR"]):
         return None
     balance = prefill_hopper_balance(problem, knobs, gpu)
     best = prefill_hopper_balance(problem, {**knobs, "SCHEDULE": "late", "PAIR": 0}, gpu)
@@ -135,12 +138,19 @@ def hopper_heads_per_group(problem: Problem, head_group_mib: int) -> int:
     return min(problem.batch * problem.num_heads, grouped)
 
 
+def hopper_keys_seen(problem: Problem) -> int:
+    """How many keys a query sees at most."""
+    if -1 in problem.window:
+        return problem.seqlen_k
+    return min(problem.seqlen_k, sum(problem.window) + 1)
+
+
 def prefill_hopper_balance(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> float:
     """The share of the time that the programs are busy on average, until the last one ends."""
     return hopper_balance(
         problem.seqlen_q,
         problem.seqlen_k,
-        problem.causal,
+        problem.window,
         64 * knobs["WARPGROUPS"],
         knobs["BLOCK_N"],
         problem.batch * problem.num_heads,
@@ -155,7 +165,7 @@ def prefill_hopper_balance(problem: Problem, knobs: Mapping[str, Any], gpu: Any)
 def hopper_balance(
     seqlen_q: int,
     seqlen_k: int,
-    causal: bool,
+    window: tuple[int, int],
     block_m: int,
     block_n: int,
     heads: int,
@@ -165,12 +175,12 @@ def hopper_balance(
     programs: int,
 ) -> float:
     """The same of plain numbers, by simulating the schedule in key blocks."""
-    costs = hopper_tile_costs(seqlen_q, seqlen_k, causal, block_m, block_n)
+    costs = hopper_tile_costs(seqlen_q, seqlen_k, window, block_m, block_n)
     useful = heads * sum(costs)
     if pair:
         half = (len(costs) + 1) // 2
         costs = [costs[-1 - tile] + costs[tile] for tile in range(half)]
-    elif causal:
+    else:
         costs.reverse()
     # within a group of heads all heads of one tile run before the next tile
     full, rest = divmod(heads, heads_per_group)
@@ -188,13 +198,20 @@ def hopper_balance(
 
 
 def hopper_tile_costs(
-    seqlen_q: int, seqlen_k: int, causal: bool, block_m: int, block_n: int
+    seqlen_q: int, seqlen_k: int, window: tuple[int, int], block_m: int, block_n: int
 ) -> list[int]:
-    """The cost of each tile of a head, from its first query row to its last, in key blocks."""
+    """The cost of each tile of a head, from its first query row to its last, in key blocks.
+
+    `window` is how many keys before and after its position a query sees at most; -1 unbounded.
+    """
+    left, right = (side if side >= 0 else seqlen_q + seqlen_k for side in window)
     costs = []
     for start in range(0, seqlen_q, block_m):
-        end = min(start + block_m, seqlen_q) + seqlen_k - seqlen_q if causal else seqlen_k
-        costs.append(max(1, -(-end // block_n)) + HOPPER_TILE_OVERHEAD)
+        first_p = start + seqlen_k - seqlen_q
+        last_p = min(start + block_m, seqlen_q) - 1 + seqlen_k - seqlen_q
+        first = max(first_p - left, 0) // block_n
+        end = max(min(last_p + right + 1, seqlen_k), 1)
+        costs.append(-(-end // block_n) - first + HOPPER_TILE_OVERHEAD)
     return costs
 
 
@@ -219,7 +236,7 @@ def hopper_early_makespan(units: list[int], programs: int) -> int:
 
 # H200, by channels of a tile: (WARPGROUPS, BLOCK_N, num_stages, Q_BUFFERS, EPILOGUE,
 # Q_IN_REGISTERS, PING_PONG, SPLIT_WAIT, SCHEDULE, PAIR, HEAD_GROUP_MIB) of causal and of full
-# attention, each up to a number of keys; what won most of such lengths in searches there.
+# attention, each up to a number of keys seen; what won most of such lengths in searches there.
 HOPPER_DEFAULTS: dict[tuple[int, bool], tuple[tuple[int, tuple[int | str, ...]], ...]] = {
     (64, True): (
         (2048, (2, 128, 3, 2, "tma", 1, 1, 1, "late", 0, 24)),
@@ -241,6 +258,12 @@ HOPPER_DEFAULTS: dict[tuple[int, bool], tuple[tuple[int, tuple[int | str, ...]],
         (1 << 62, (2, 64, 2, 1, "direct", 0, 1, 1, "late", 0, 4)),
     ),
 }
+# Of windows at 64 channels, where tiles of 192 rows have no registers for their edges. H200, 128
+# keys seen: 108 us for what takes the second line 157.
+HOPPER_WINDOW_DEFAULTS: tuple[tuple[int, tuple[int | str, ...]], ...] = (
+    (256, (1, 64, 3, 2, "tma", 1, 0, 1, "static", 0, 1)),
+    (1 << 62, (2, 128, 3, 2, "tma", 1, 1, 1, "late", 0, 24)),
+)
 HOPPER_KNOBS = (
     "WARPGROUPS",
     "BLOCK_N",
@@ -258,8 +281,12 @@ HOPPER_KNOBS = (
 
 def prefill_hopper_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     """Knobs that prefill_hopper_refusal accepts wherever the problem is served."""
-    table = HOPPER_DEFAULTS[hopper_block_d(problem), problem.causal]
-    values = next(values for keys, values in table if problem.seqlen_k <= keys)
+    block_d = hopper_block_d(problem)
+    table = HOPPER_DEFAULTS[block_d, problem.causal]
+    if problem.windowed and block_d == 64:
+        table = HOPPER_WINDOW_DEFAULTS
+    keys_seen = hopper_keys_seen(problem)
+    values = next(values for keys, values in table if keys_seen <= keys)
     knobs: dict[str, int | str] = dict(zip(HOPPER_KNOBS, values, strict=True))
     if hopper_rounds(problem, knobs, gpu) == 1:
         return {**knobs, "SCHEDULE": "static", "PAIR": 0}

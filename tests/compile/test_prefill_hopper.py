@@ -22,18 +22,27 @@ def registered(monkeypatch) -> None:
     monkeypatch.setitem(families.FAMILIES, FAMILY.name, FAMILY)
 
 
-def problem(head_dim: int, causal: bool, seqlen: int) -> Problem:
+def problem(head_dim: int, causal: bool, seqlen: int, **on) -> Problem:
     heads = max(1, 2048 // head_dim)
-    return Problem("prefill", "bf16", 4, heads, heads, head_dim, seqlen, seqlen, causal=causal)
+    sizes = (4, heads, heads, head_dim, seqlen, seqlen)
+    return Problem("prefill", "bf16", *sizes, causal=causal, **on)
 
 
 def compiled(p: Problem, config: Config, wide_rows: int = 0) -> list:
     return _compiled(p, config, H200, with_lse=True, wide_rows=wide_rows)[0]
 
 
-def product_loops(kernel, warpgroups: int, unskipped: bool) -> list[list[str]]:
-    """Each warpgroup's loop over key blocks: the loops over tiles go round them."""
-    return loops_with(kernel, "HGMMA", "MUFU.EX2", unskipped=unskipped)[:warpgroups]
+def product_loops(kernel, p: Problem, config: Config) -> list[tuple[list[str], list[str]]]:
+    """Each warpgroup's loop over key blocks, and what of it no branch jumps over.
+
+    It has both products. Waits are loops too, some of them round one product; and round more than
+    the loop over blocks, as those over tiles are.
+    """
+    whole, unskipped = (loops_with(kernel, "HGMMA", "MUFU.EX2", unskipped=u) for u in (False, True))
+    both = {"HGMMA": p.head_dim // 16 + int(config["BLOCK_N"]) // 16}
+    pairs = zip(whole, unskipped, strict=True)
+    found = [(body, always) for body, always in pairs if counted(body, "HGMMA") == both]
+    return found[: int(config["WARPGROUPS"])]
 
 
 # The recommended ways of each head_dim, by the length that makes them the default.
@@ -63,17 +72,42 @@ def test_products_run_side_by_side_and_a_warp_that_raises_no_maximum_multiplies_
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
     # 192 causal rows spill a few words between tiles, and were measured to win all the same
     assert max(spills) <= (FAMILY.max_spills if config["WARPGROUPS"] == 3 and p.causal else 0)
-    whole, unskipped = (product_loops(kernel, int(config["WARPGROUPS"]), u) for u in (False, True))
-    assert len(whole) == config["WARPGROUPS"]
-    products = p.head_dim // 16 + int(config["BLOCK_N"]) // 16
+    loops = product_loops(kernel, p, config)
+    assert len(loops) == config["WARPGROUPS"]
     scores = 64 * int(config["BLOCK_N"]) // 128  # of a thread
-    for body in whole:
+    for body, always in loops:
         # one exponential for each score and two for the rescaling of a thread's rows
-        wanted = {"HGMMA": products, "EX2": scores + 2, "LDL": 0, "STL": 0}
+        wanted = {"EX2": scores + 2, "LDL": 0, "STL": 0}
         assert counted(body, *wanted) == wanted
-    for body in unskipped:
-        wanted = {"HGMMA": products, "EX2": scores, "VOTE": 1, "FMUL": 0, "SHFL": 0, "PRMT": 0}
-        assert counted(body, *wanted) == wanted
+        wanted = {"EX2": scores, "VOTE": 1, "FMUL": 0, "SHFL": 0, "PRMT": 0}
+        assert counted(always, *wanted) == wanted
+        assert counted(always, "HGMMA") == counted(body, "HGMMA")
+
+
+MODIFIED = [
+    problem(128, True, 4096, window_left=1000),
+    problem(256, True, 4096, window_left=1000, softcap=True),
+    problem(64, True, 4096, window_left=127, sinks=True),
+    problem(64, True, 4096, softcap=True, sinks=True),
+]
+
+
+@pytest.mark.parametrize("p", MODIFIED, ids=title)
+def test_windows_softcap_and_sinks_serialise_no_product_and_spill_in_no_block(p):
+    config = FAMILY.default(p, H200)
+    kernel = compiled(p, config)[-1]
+    report = assembler_report(kernel)
+    assert not re.findall(r"C75\d\d", report)
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= FAMILY.max_spills
+    loops = product_loops(kernel, p, config)
+    assert len(loops) == config["WARPGROUPS"]
+    scores = 64 * int(config["BLOCK_N"]) // 128  # of a thread
+    for body, always in loops:
+        assert counted(body, "LDL", "STL") == {"LDL": 0, "STL": 0}
+        # what masks, and both ways to a tanh, are branched past
+        wanted = {"EX2": scores, "FSEL": 0, "RCP": 0}
+        assert counted(always, *wanted) == wanted
+        assert counted(always, "HGMMA") == counted(body, "HGMMA")
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,18 @@ def test_what_no_row_serves_gets_the_default_of_the_best_family_whose_kernels_ar
     assert without.choose(untuned, DEVICE).family == "prefill"
 
 
+def test_windows_softcap_and_sinks_are_the_hopper_familys_where_any_of_its_kernels_is_carried():
+    hopper = FAMILIES["prefill_hopper"].default(prefill_of(), H200)
+    selector = selector_of(export([winner_of(prefill_of(), hopper)]).text)
+    for on in ({"window_left": 9}, {"softcap": True}, {"causal": False, "sinks": True}):
+        choice = selector.choose(prefill_of(**on), DEVICE)
+        assert (choice.family, hasattr(choice.module, "plan_modified")) == ("prefill_hopper", True)
+        assert selector.choose(prefill_of(**on, alibi=True), DEVICE).family == "prefill"
+    with pytest.warns(UserWarning, match="no measurements for"):
+        older = selector.choose(prefill_of(window_left=9), DEVICE._replace(arch="sm_80"))
+    assert older.family == "prefill"
+
+
 def test_a_hopper_backward_is_carried_beside_the_portable_one_for_what_it_does_not_serve():
     tuned = backward_of(head_dim=128, seqlen_q=1024, seqlen_k=1024)
     for name in ("backward_hopper", "backward_hopper_single"):

@@ -18,6 +18,7 @@ from autoflash.render import render
 from autoflash.runtime.hopper_validity import (
     hopper_balance,
     hopper_heads_per_group,
+    hopper_tile_costs,
     prefill_hopper_balance,
     prefill_hopper_refusal,
 )
@@ -93,12 +94,21 @@ SHORT_AND_ODD = [
     Problem("prefill", "bf16", 1, 8, 8, 96, 130, 3),
     Problem("prefill", "bf16", 3, 6, 6, 192, 1, 300, causal=False),
 ]
+MODIFIED = [
+    Problem("prefill", "bf16", 1, 16, 16, 128, 32768, 32768, window_left=4095),
+    Problem("prefill", "bf16", 1, 16, 8, 256, 8192, 8192, window_left=4095, softcap=True),
+    Problem("prefill", "bf16", 1, 64, 8, 64, 8192, 8192, window_left=127, sinks=True),
+    Problem("prefill", "bf16", 4, 64, 8, 64, 8192, 8192, sinks=True),
+    Problem("prefill", "bf16", 1, 8, 8, 64, 4096, 4096, False, window_left=99, window_right=99),
+    Problem("prefill", "bf16", 1, 32, 8, 128, 512, 512, window_left=100),
+]
 
 
 @pytest.mark.parametrize(
     "problem",
     [grid_problem(d, c, n) for d in (64, 128, 256) for c in (True, False) for n in (512, 16384)]
-    + SHORT_AND_ODD,
+    + SHORT_AND_ODD
+    + MODIFIED,
     ids=title,
 )
 def test_the_space_is_small_enough_to_be_searched_whole(problem):
@@ -116,15 +126,18 @@ def test_the_space_is_small_enough_to_be_searched_whole(problem):
     seqlen_q=st.integers(1, 5000),
     seqlen_k=st.integers(0, 5000),
     causal=st.booleans(),
+    left=st.integers(-1, 5000) | st.just(-1),
+    right=st.integers(-1, 5000) | st.just(-1),
+    on=st.sets(st.sampled_from(["softcap", "sinks"])),
 )
 @settings(max_examples=150, deadline=None)
 def test_the_default_serves_every_supported_problem(
-    dtype, batch, kv_heads, group_size, head_dim, seqlen_q, seqlen_k, causal
+    dtype, batch, kv_heads, group_size, head_dim, seqlen_q, seqlen_k, causal, left, right, on
 ):
     heads = kv_heads * group_size
-    problem = Problem(
-        "prefill", dtype, batch, heads, kv_heads, head_dim, seqlen_q, seqlen_k, causal=causal
-    )
+    sizes = (dtype, batch, heads, kv_heads, head_dim, seqlen_q, seqlen_k)
+    sides = {"causal": causal, "window_left": left, "window_right": right}
+    problem = Problem("prefill", *sizes, **sides, **dict.fromkeys(on, True))
     assert FAMILY.unsupported(problem, H200) is None
     default = FAMILY.default(problem, H200)
     assert prefill_hopper_refusal(problem, default.as_dict(), H200) is None
@@ -144,8 +157,10 @@ USUAL = grid_problem(128, True, 4096)
         (replace(USUAL, head_dim_v=64), H200, "head_dim_v 64"),
         (replace(USUAL, page_size=16), H200, "pages"),
         (replace(USUAL, lengths="ragged"), H200, "different lengths"),
-        (replace(USUAL, window_left=128, sinks=True), H200, "windows, sinks: the portable family"),
-        (replace(USUAL, softcap=True), H200, "softcap: the portable family"),
+        (replace(USUAL, window_left=128, alibi=True), H200, "alibi: the portable family"),
+        (replace(USUAL, softcap=True, bias=True), H200, "bias: the portable family"),
+        (replace(USUAL, masked_by="documents", density=9), H200, "documents: the portable family"),
+        (replace(USUAL, layout="thd", window_left=128), H200, "packed sequences: the portable"),
         (replace(USUAL, op="decode", seqlen_q=1), H200, "not decode"),
         (USUAL, known("NVIDIA A100-SXM4-80GB"), "sm_80"),
         (USUAL, known("NVIDIA B200"), "sm_100"),
@@ -162,7 +177,21 @@ def test_every_hopper_gpu_is_served_and_no_other():
     assert served == {"sm_90"}
 
 
+@pytest.mark.parametrize(
+    "on", [{"window_left": 5}, {"softcap": True}, {"sinks": True, "window_right": 5}], ids=str
+)
+def test_windows_softcap_and_sinks_are_served_alone_and_together(on):
+    every = {"causal": False, "window_left": 5, "softcap": True, "sinks": True, **on}
+    for switches in (on, every):
+        problem = replace(USUAL, **switches)
+        assert FAMILY.unsupported(problem, H200) is None
+        assert FAMILY.variant(problem).switches == problem.switches
+
+
 FULL = replace(USUAL, causal=False)
+WINDOW = replace(USUAL, window_left=1000)
+NARROW_WINDOW = replace(USUAL, window_left=127)
+WIDE_WINDOW = replace(grid_problem(64, True, 4096), window_left=1000)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +204,8 @@ FULL = replace(USUAL, causal=False)
         (grid_problem(256, True, 4096), {**D256, "Q_IN_REGISTERS": 1}, "256 channels"),
         (grid_problem(256, True, 4096), {**D256, "BLOCK_N": 128}, "256 channels"),
         (FULL, PAIRED, "no long and short tiles"),
+        (WINDOW, PAIRED, "no long and short tiles"),
+        (WIDE_WINDOW, D64_WIDE, "edges of a window"),
         (USUAL, {"PAIR": 1}, "static schedule"),
         (USUAL, {"num_stages": 3}, "bytes of shared memory"),
         (grid_problem(256, True, 16384), {**D256, "SCHEDULE": "early"}, "simulated"),
@@ -191,6 +222,10 @@ def test_knobs_that_would_be_wrong_or_idle_are_refused_with_the_reason(problem, 
     [
         (replace(USUAL, seqlen_q=64), {}, "half of 128 query rows"),
         (USUAL, {"BLOCK_N": 64}, "BLOCK_N 64"),
+        (WINDOW, {"BLOCK_N": 64, "num_stages": 3}, "BLOCK_N 64"),
+        (NARROW_WINDOW, {"BLOCK_N": 64, "num_stages": 3}, None),
+        (NARROW_WINDOW, {"BLOCK_N": 64}, "num_stages 2"),
+        (replace(USUAL, seqlen_q=127, seqlen_k=127), {"BLOCK_N": 64}, "BLOCK_N 64"),
         (USUAL, {"WARPGROUPS": 3, "BLOCK_N": 64, "Q_IN_REGISTERS": 0}, "at 64 channels"),
         (grid_problem(64, True, 4096), {"num_stages": 2}, "num_stages 2"),
         (USUAL, {"Q_BUFFERS": 1}, "one buffer of q"),
@@ -211,6 +246,9 @@ def test_knobs_without_a_chance_are_refused_while_tuning_alone(problem, knobs, w
     assert prefill_hopper_refusal(problem, config.as_dict(), H200) is None
 
 
+CAUSAL = (-1, 0)  # as a window
+
+
 # One head of four causal tiles of 128 rows and keys, 1 to 4 blocks and 1 for the tile itself, on
 # two programs. Static: 5 + 3 and 4 + 2. Pairs: 7 and 7. Late: 5 + 2 and 4 + 3. Early: the first
 # reserves the 3, the second the 2.
@@ -219,12 +257,24 @@ def test_knobs_without_a_chance_are_refused_while_tuning_alone(problem, knobs, w
     [("static", 0, 14 / 16), ("static", 1, 1.0), ("late", 0, 1.0), ("early", 0, 14 / 16)],
 )
 def test_the_simulated_balance_is_that_counted_by_hand(schedule, pair, busy):
-    assert hopper_balance(512, 512, True, 128, 128, 1, 1, schedule, pair, 2) == pytest.approx(busy)
+    busy_of = hopper_balance(512, 512, CAUSAL, 128, 128, 1, 1, schedule, pair, 2)
+    assert busy_of == pytest.approx(busy)
+
+
+# The same with a window of 129 keys: 1, 2, 2 and 2 blocks. Static: 3 + 3 and 3 + 2.
+@pytest.mark.parametrize(("schedule", "busy"), [("static", 11 / 12), ("late", 11 / 12)])
+def test_tiles_of_a_window_are_nearly_alike(schedule, busy):
+    busy_of = hopper_balance(512, 512, (128, 0), 128, 128, 1, 1, schedule, 0, 2)
+    assert busy_of == pytest.approx(busy)
+    assert hopper_tile_costs(512, 512, (128, 0), 128, 128) == [2, 3, 3, 3]
+    assert hopper_tile_costs(512, 512, (-1, 0), 128, 128) == [2, 3, 4, 5]
+    assert hopper_tile_costs(512, 512, (128, 128), 128, 128) == [3, 4, 4, 3]
+    assert hopper_tile_costs(512, 512, (-1, -1), 128, 128) == [5, 5, 5, 5]
 
 
 def test_a_middle_tile_that_a_pair_computes_twice_is_lost_time():
     # three tiles of 2, 3 and 4: the pairs are 6 and, for the middle one, 6
-    assert hopper_balance(384, 384, True, 128, 128, 1, 1, "static", 1, 1) == pytest.approx(9 / 12)
+    assert hopper_balance(384, 384, CAUSAL, 128, 128, 1, 1, "static", 1, 1) == pytest.approx(9 / 12)
 
 
 def test_a_counter_asked_late_is_never_less_even_than_one_asked_early():
