@@ -267,6 +267,7 @@ def _names(
         for row in rows
         if row.problem.masks or row.problem.dropout
         for name in (row.config.family, FAMILIES[row.config.family].op)
+        if FAMILIES[name].unsupported(row.problem, row.gpu) is None
     ]
     every = [(name, problem) for name in sorted(families) for problem in samples(FAMILIES[name])]
     tuned = {

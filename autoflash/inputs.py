@@ -78,7 +78,7 @@ class Inputs:
         p = self.problem
         if p.op == "decode":
             given = Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
-            return given._replace(page_positions=self.page_positions)
+            return given._replace(page_positions=self.page_positions, mask=p.mask or None)
         given = Modifiers(
             p.window,
             self.softcap,

@@ -21,6 +21,8 @@ MASKS = (  # beyond windows
     {"masked_by": "documents", "causal": True},
     {"masked_by": "prefix", "causal": True},
 )
+# floors negative numbers, knows heads and sequences apart, and hides whole tiles and rows
+RULE = "(q_idx - kv_idx) // 8 % 3 != 1 and kv_idx // 64 != h and not (h == 1 and b == q_idx)"
 
 
 def kinds_of(op: str, small: bool) -> list[Problem]:
@@ -92,6 +94,7 @@ def _few_decodes() -> list[Problem]:
         kind(page_size=16, pages="chosen"),
         kind(page_size=16, window_left=16, sinks=True),
         kind(page_size=16, seqlen_q=3, window_left=16, softcap=True, alibi=True),
+        kind(page_size=16, seqlen_q=2, mask=RULE),
     ]
 
 
@@ -176,6 +179,7 @@ def _all_decodes() -> Iterator[Problem]:
         fields = dict(zip(("softcap", "alibi", "sinks"), on, strict=True))
         yield like(wide, page_size=16, seqlen_q=seqlen_q, window_left=left, **fields)
     yield from _biased_decodes(wide, latent)
+    yield from _ruled_decodes(wide, latent)
     for seqlen_q, (kv_dtype, kv_scales) in product(
         (1, 4), (("fp8_e4m3", "head"), ("int8", "token"))
     ):
@@ -199,6 +203,22 @@ def _biased_decodes(wide: Problem, latent: Problem) -> Iterator[Problem]:
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 64}
         yield like(wide, bias=True, page_size=16, **sizes)
     yield like(latent, head_dim_v=512, bias=True, page_size=16, seqlen_q=2)
+
+
+def _ruled_decodes(wide: Problem, latent: Problem) -> Iterator[Problem]:
+    beside: tuple[dict[str, Any], ...] = (
+        {},
+        {"window_left": 16, "softcap": True, "alibi": True, "sinks": True},
+        {"bias": True},
+        {"dtype": "fp32"},
+        {"kv_dtype": "fp8_e4m3", "kv_scales": "head"},
+        {"kv_dtype": "int8", "kv_scales": "token"},
+    )
+    for page_size, seqlen_q, more in product((0, 16), (1, 3), beside):
+        yield like(wide, mask=RULE, page_size=page_size, seqlen_q=seqlen_q, **more)
+    yield like(wide, mask=RULE, page_size=16, seqlen_q=3, pages="chosen")
+    yield like(wide, mask=RULE, num_heads=71, num_kv_heads=1, head_dim=64)
+    yield like(latent, head_dim_v=512, mask=RULE, page_size=16, seqlen_q=2)
 
 
 def like(problem: Problem, **changes: Any) -> Problem:

@@ -96,6 +96,21 @@ class Variant:
         return "biases" if self.bias else "slopes_log2"
 
     @property
+    def rows_of_rule(self) -> str:
+        """What a rule is told of a decode kernel's rows: b, and h and q_idx of each."""
+        return f"(sequence, heads, {self.query_of_rows})"
+
+    @property
+    def first_tile(self) -> str:
+        """Where a decode kernel's tiles begin: after those that are before all windows."""
+        return "tile_start + skipped" if self.modified else "tile_start"
+
+    @property
+    def end_tile(self) -> str:
+        """Where they end."""
+        return "tile_end + skipped" if self.modified else "tile_end"
+
+    @property
     def query_of_rows(self) -> str:
         """What it calls the query token of each of its rows."""
         return "queries" if self.queries else "0"
@@ -212,6 +227,7 @@ def title(problem: Problem) -> str:
         parts.append(f"pages {p.pages}" if p.pages in PAGES[1:] else "")
         parts.append(f"window {p.window_left}" if p.windowed else "")
         parts += p.modifiers
+        parts.append(f"mask {p.mask}" if p.mask else "")
         parts.append(f"{p.kv_dtype} with scales per {p.kv_scales}" if p.quantised else "")
         parts.append(p.kv_layout if p.kv_layout != "nhd" else "")
         parts.append(p.lengths if p.lengths != "equal" else "")

@@ -137,7 +137,7 @@ class Exported:
         paged = {"pages": p.pages} if p.paged and p.pages != CHOSEN else {}
         on = inputs.modifiers
         modified = {"softcap": on.softcap, "alibi_slopes": on.alibi_slopes, "sinks": on.sinks}
-        modified |= {"bias": on.bias, "page_positions": on.page_positions}
+        modified |= {"bias": on.bias, "page_positions": on.page_positions, "mask": on.mask}
         return self._module.decode(
             inputs.q,
             inputs.k,

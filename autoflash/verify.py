@@ -77,8 +77,10 @@ def of_module(
     light = [problem for problem in forward if cache_bytes(problem) <= TUNED_BYTES]
     units += [Unit(path, (Case("some rows at a tuned size", each),)) for each in light]
     for op in ("backward",) if backward else ("prefill", "decode"):
-        # masks beyond windows meet modifiers only where such a problem was tuned
-        kinds = [kind for kind in kinds_of(op, small) if not (kind.masks and kind.modifiers)]
+        # masks beyond windows meet modifiers, and rules are there, only where such were tuned
+        masked = [kind for kind in kinds_of(op, small) if kind.masks and kind.modifiers]
+        kinds = [k for k in kinds_of(op, small) if k not in masked and not k.mask]
+        kinds += dict.fromkeys(kind_of(p) for p in forward if p.op == op and p.mask)
         for number, kind in enumerate(kinds):
             cases = cases_of(kind, tiles, small, brief=small and number > 0)
             units.append(Unit(path, tuple(cases)))

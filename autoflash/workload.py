@@ -162,6 +162,7 @@ class DecodeEntry(Model):
     alibi: OneOrMany[bool] = Field(default=[False])
     bias: OneOrMany[bool] = Field(default=[False])
     sinks: OneOrMany[bool] = Field(default=[False])
+    mask: OneOrMany[Text] = Field(default_factory=list)
     weight: Weight = 1.0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from autoflash.config import Config, Knob
 from autoflash.families.family import Family
 from autoflash.gpu import Gpu
-from autoflash.problem import Problem, Variant
+from autoflash.problem import SWITCHES, Problem, Variant
 from autoflash.runtime.defaults import decode_default, decode_programs_per_sm
 from autoflash.runtime.problem import CHOSEN, MODIFIERS
 from autoflash.runtime.validity import (
@@ -22,6 +22,7 @@ PARTS = (
     "triton_header.py.jinja",
     "decode/tiles.py.jinja",
     "shared/softcap.py.jinja",
+    "shared/masks.py.jinja",
     "decode/modifiers.py.jinja",
     "decode/quantised.py.jinja",
     "decode/attend.py.jinja",
@@ -63,11 +64,14 @@ def variant(problem: Problem) -> Variant:
 def decode_variant(family: str, problem: Problem) -> Variant:
     """One text has all modifiers: what a call has not is None, of which no trace is compiled.
 
-    A bias, which has an axis of keys, takes the place of slopes in a text of its own.
+    A bias, which has an axis of keys, takes the place of slopes in a text of its own, and each rule
+    of a mask has texts of its own, of these modifiers too.
     """
-    switches = dict.fromkeys(problem.switches, True)
-    modified = [switches.pop(name) for name in ("window", *MODIFIERS, CHOSEN) if name in switches]
-    return Variant(family, "decode", **switches, bias=problem.bias, modified=bool(modified))
+    on = {*problem.switches}
+    modified = bool(on & {"window", *MODIFIERS, CHOSEN} or problem.mask)
+    switches = {name: True for name in SWITCHES if name in on - {"window", *MODIFIERS}}
+    switches |= {"bias": problem.bias, "modified": modified}
+    return Variant(family, "decode", mask=problem.mask, **switches)
 
 
 def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:

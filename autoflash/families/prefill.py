@@ -19,7 +19,7 @@ PARTS = (
     "shared/softcap.py.jinja",
     "shared/dropout.py.jinja",
     "prefill/modifiers.py.jinja",
-    "prefill/masks.py.jinja",
+    "shared/masks.py.jinja",
     "prefill/softmax.py.jinja",
     "prefill/attend.py.jinja",
     "prefill/pages.py.jinja",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .mask_rule import INT32_LIMIT
-from .masks import mask_fields
+from .masks import mask_fields, rule_of
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .packed import packed_fields, packed_layout
 from .problem import (
@@ -29,6 +29,10 @@ AXES = {  # of K and V, by layout
     "thd": ("seqlen_k", "num_kv_heads", "head_dim"),
 }
 INDEX_DTYPES = (torch.int32, torch.int64)
+INSTEAD = {  # what serves in place of what is not supported
+    "decode: document_ids": "a document is a sequence of its own, or pages of page_positions",
+    "decode: prefix_lens": "prefill takes it, and the last query sees the whole prefix anyway",
+}
 
 
 def refuse_arguments(function: str, names: tuple[str, ...], given: tuple[Any, ...]) -> None:
@@ -40,7 +44,9 @@ def refuse_arguments(function: str, names: tuple[str, ...], given: tuple[Any, ..
         return
     for name, value in zip(names, given, strict=True):
         if value is not None:
-            raise ProblemError(f"{function}: {name} is not supported yet")
+            call = f"{function}: {name}"
+            instead = f": {INSTEAD[call]}" if call in INSTEAD else ""
+            raise ProblemError(f"{call} is not supported yet{instead}")
 
 
 def prefill_problem(
@@ -136,6 +142,7 @@ def decode_problem(
         lengths=lengths,
         pages=pages,
         kv_scales=scales_granularity("decode", k_scale, v_scale, k_cache, head_shapes),
+        mask=rule_of("decode", modifiers.mask),
         **modifier_fields("decode", modifiers, q, *whole),
     )
 

@@ -47,7 +47,7 @@ RECALLED_DECODE = (
     *("cache_seqlens", "block_table", "out", "lse"),
     *("alibi_slopes", "bias", "sinks", "page_positions"),
 )
-DECODE_OTHERS = ("document_ids", "prefix_lens", "mask")
+DECODE_OTHERS = ("document_ids", "prefix_lens")
 
 
 def prefill(
@@ -246,10 +246,11 @@ def decode(
     number, or fp32 of one element, of (num_kv_heads,) or (batch, num_kv_heads), or one for each
     head of each token, of the cache's shape without head_dim. `cache_seqlens` counts the valid
     tokens, the queries' own included; slots and table entries past them may hold anything.
-    `window`, `softcap`, `alibi_slopes`, `bias` and `sinks` are as in prefill(); keys before the
-    windows of all queries of a sequence are not read. A bias broadcasts to (batch, num_heads,
-    seqlen_q, tokens that the cache, or the table's pages, can hold); past a length it may hold
-    anything. With `page_positions` it has as many keys as the longest sequence, or more.
+    `window`, `softcap`, `alibi_slopes`, `bias`, `sinks` and `mask` are as in prefill(), q_idx of a
+    rule counting the step's query tokens, kv_idx all keys of a sequence; keys before the windows of
+    all its queries are not read. A bias broadcasts to (batch, num_heads, seqlen_q, tokens that the
+    cache, or the table's pages, can hold), anything past a length; with `page_positions` it has as
+    many keys as the longest sequence, or more.
     With `page_positions`, whole numbers as the `block_table`, some pages of each sequence are read:
     each entry tells which page of its sequence, counted from 0, stands there in the table, a
     negative one that none does; no page may stand there twice. Of latent attention k_cache has one
@@ -259,8 +260,7 @@ def decode(
     (batch, num_heads, seqlen_q), (batch, num_heads) if q has no query axis. `batch_invariant` gives
     a sequence the bits that it has alone, in whatever batch: its cache is not split, which takes
     longer where the batch is small and the cache long. `check` looks at lengths and page ids, and
-    waits for the device. Raises ProblemError naming an argument that does not fit or is not served
-    yet.
+    waits for the device. Raises ProblemError naming an argument that does not fit.
     """
     values = (
         *(q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths, pages),
@@ -271,18 +271,18 @@ def decode(
         result = recalled["decode"].launch(values)
         if result is not NotImplemented:
             return result
-    refuse_arguments("decode", DECODE_OTHERS, (document_ids, prefix_lens, mask))
+    refuse_arguments("decode", DECODE_OTHERS, (document_ids, prefix_lens))
     hints = (max_seqlen_k, lengths, pages)
     if torch.compiler.is_compiling():
         refuse_arguments("decode: in a graph", ("batch_invariant",), (batch_invariant or None,))
         read = (q, k_cache, v_cache, cache_seqlens, block_table, (k_scale, v_scale), kv_layout)
-        modified = (alibi_slopes, bias, sinks, page_positions, *window, softcap)
+        modified = (alibi_slopes, bias, sinks, page_positions, *window, softcap, mask)
         return decode_traced(*read, hints, modified, softmax_scale, check, out, return_lse)
     kv_layout = identified_layout("decode", kv_layout, k_cache, block_table is not None)
     on = (alibi_slopes, bias, sinks, page_positions)
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on)
     key = (
-        *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window),
+        *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window, mask),
         batch_invariant,
         *(scale_number(k_scale), scale_number(v_scale)),
         *(v_cache is None, block_table is None, k_scale is None, v_scale is None, out is None),
@@ -290,7 +290,7 @@ def decode(
     )
     form = (key, *map(form_of, given))
     served = served_before(form)
-    modifiers = Modifiers(window, softcap, *on[:3], page_positions=page_positions)
+    modifiers = Modifiers(window, softcap, *on[:3], page_positions=page_positions, mask=mask)
     # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
     add_query_axis, own_out = served is None and q.dim() == 3, out
     if add_query_axis:

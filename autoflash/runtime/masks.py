@@ -93,7 +93,7 @@ def mask_fields(
         return {}
     if density is not None and not (type(density) is int and 1 <= density <= 100):
         raise ProblemError(f"prefill: density {density!r} is not from 1 to 100 percent")
-    fields: dict[str, Any] = {"mask": _rule(mask)}
+    fields: dict[str, Any] = {"mask": rule_of("prefill", mask)}
     if not on:
         return fields
     fields |= {"masked_by": on[0], "density": UNTOLD_DENSITY if density is None else density}
@@ -106,6 +106,18 @@ def mask_fields(
         _refuse_a_rule_of_torch(block_mask, causal or mask is not None)
         fields |= dict(zip(("mask_block_q", "mask_block_k"), block_mask.BLOCK_SIZE, strict=True))
     return fields
+
+
+def rule_of(function: str, mask: str | None) -> str:
+    """The rule as Problem has it, "" where there is none. Raises ProblemError for what is none."""
+    if mask is None:
+        return ""
+    if not isinstance(mask, str):
+        raise ProblemError(f"{function}: mask must be an expression, given {type(mask).__name__}")
+    try:
+        return normal_rule(mask)
+    except ValueError as error:
+        raise ProblemError(f"{function}: {error}") from None
 
 
 def expanded_lists(problem: Problem, lists: BlockLists) -> BlockLists:
@@ -147,17 +159,6 @@ def _refuse_a_rule_of_torch(lists: BlockLists, told: bool) -> None:
             f"prefill: block_mask has the mask_mod {lists.rule}, which no kernel can call: give it"
             " as mask, an expression, or as causal"
         )
-
-
-def _rule(mask: str | None) -> str:
-    if mask is None:
-        return ""
-    if not isinstance(mask, str):
-        raise ProblemError(f"prefill: mask must be an expression, given {type(mask).__name__}")
-    try:
-        return normal_rule(mask)
-    except ValueError as error:
-        raise ProblemError(f"prefill: {error}") from None
 
 
 def _check_lists(

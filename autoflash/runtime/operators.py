@@ -61,6 +61,8 @@ def register_operators(
         "prefill_gradients": gradient_results,
         "decode": _decode_results,
         "decode_out": lambda *given: _decode_results(*given)[1],
+        "decode_masked": _decode_results,
+        "decode_masked_out": lambda *given: _decode_results(*given)[1],
         "append_kv": lambda *given: None,
         "merge": lambda out, lse, *given: (torch.empty_like(out), torch.empty_like(lse)),
     }
@@ -144,16 +146,19 @@ def decode_traced(
     """decode() of a graph that torch.compile makes.
 
     `hints` are max_seqlen_k, lengths and pages, `modified` slopes, bias, sinks, positions of pages,
-    both sides of the window and the softcap.
+    both sides of the window, the softcap and the rule of a mask.
     """
     _refuse_traced_gradients("decode", q, k_cache, v_cache, *modified[:3])
     max_seqlen_k, *distribution = hints
-    *tensors, left, right, softcap = modified
+    *tensors, left, right, softcap, mask = modified
     options = (
         *(block_table, max_seqlen_k, kv_layout, softmax_scale),
         *(*_tensors_and_numbers(*scales), left, right, softcap, *tensors, *distribution, check),
     )
-    return _called("decode", (q, k_cache, v_cache, cache_seqlens), options, out, return_lse)
+    read = (q, k_cache, v_cache, cache_seqlens)
+    if mask is not None:
+        return _called("decode_masked", (*read, mask), options, out, return_lse)
+    return _called("decode", read, options, out, return_lse)
 
 
 def append_kv_traced(
@@ -271,6 +276,11 @@ def _kernels(
             return_lse=True,
         )
 
+    def run_decode_masked(*given: Any, out: Any = None) -> Any:
+        *read, mask = given[:5]
+        options = _with_scales(_with_window(dict(zip(DECODE_LEFT_OUT, given[5:]))))
+        return decode(*read, mask=mask, out=out, return_lse=True, **options)
+
     def run_append(*tensors: Any) -> None:
         append_kv(*tensors[:5], **_with_scales(dict(zip(APPEND_LEFT_OUT, tensors[5:]))))
 
@@ -284,6 +294,8 @@ def _kernels(
         "prefill_gradients": run_gradients,
         "decode": run_decode,
         "decode_out": _into(run_decode, 4),
+        "decode_masked": run_decode_masked,
+        "decode_masked_out": _into(run_decode_masked, 5),
         "append_kv": run_append,
         "merge": lambda *parts: merge(*parts[:4], **dict(zip(("layout",), parts[4:]))),
     }

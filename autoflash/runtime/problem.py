@@ -54,8 +54,8 @@ class Problem:
     "documents", an id for each token, of one of which a query and the keys it sees are; or
     "prefix", first keys of each sequence that all its queries see. `density` is how many percent of
     the blocks there are, of the keys a document has, or the prefix is. `mask` is a rule: an
-    expression of b, h, q_idx and kv_idx, which holds where a key is seen. The rule and causal hide
-    in blocks that are not whole.
+    expression of b, h, q_idx and kv_idx, which holds where a key is seen, in decode too. The rule
+    and causal hide in blocks that are not whole.
 
     Decode of latent attention has one KV head of `head_dim` 576, whose first 512 channels, its
     `head_dim_v`, are V too.
@@ -273,9 +273,11 @@ def problem_error(p: Problem) -> str | None:
 def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
     given = " and ".join(p.masks)
-    if given and p.op != "prefill":
+    if given and p.op == "backward":
         return f"{given}: masks are for prefill, not {p.op}"
-    if given and (p.varlen or p.paged):
+    if p.masked_by != NONE and p.op == "decode":
+        return f"{p.masked_by}: of masks beyond windows decode takes a rule alone, as mask"
+    if given and p.op == "prefill" and (p.varlen or p.paged):
         which = "packed sequences" if p.varlen else "keys in pages"
         return f"{given}: {which} take no masks yet"
     if p.masked_by in ("blocks", "prefix") and p.windowed:

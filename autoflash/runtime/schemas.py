@@ -55,6 +55,11 @@ OPERATOR_SCHEMAS = {
     ),
     "decode": f"({DECODE_READ}, {DECODE_OPTIONS}) -> (Tensor out, Tensor lse)",
     "decode_out": f"({DECODE_READ}, Tensor(a!) out, {DECODE_OPTIONS}) -> Tensor lse",
+    # of a rule
+    "decode_masked": f"({DECODE_READ}, str mask, {DECODE_OPTIONS}) -> (Tensor out, Tensor lse)",
+    "decode_masked_out": (
+        f"({DECODE_READ}, str mask, Tensor(a!) out, {DECODE_OPTIONS}) -> Tensor lse"
+    ),
     "append_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
         f" {APPEND_OPTIONS}) -> ()"

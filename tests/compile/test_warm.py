@@ -105,6 +105,7 @@ def test_the_plans_of_chunks_over_pages_and_of_modified_steps_are_those_that_wer
         decode_of(page_size=16, pages="chosen", lengths="ragged"),
         decode_of(seqlen_k=500, page_size=16, seqlen_q=3, bias=True),
         decode_of(bias=True),
+        decode_of(mask="kv_idx % 4 < h", seqlen_q=3),
     ]
     exported = export([winner_of(problem) for problem in problems])
     module = imported(exported, tmp_path)

@@ -196,6 +196,25 @@ def test_each_argument_that_is_not_served_yet_is_refused_by_its_own_name(functio
         function(*tensors, **{name: value})
 
 
+def test_what_a_step_does_not_take_is_refused_with_what_serves_instead():
+    tensors = [torch.zeros(2, 2)] * 4
+    for name, instead in (
+        ("document_ids", "a document is a sequence of its own, or pages of page_positions"),
+        ("prefix_lens", "prefill takes it, and the last query sees the whole prefix anyway"),
+    ):
+        with pytest.raises(ProblemError, match=f"^decode: {name} is not supported yet: {instead}$"):
+            decode(*tensors, **{name: torch.zeros(2)})
+
+
+def test_a_rule_of_a_step_is_part_of_its_problem_in_one_spelling():
+    p = decode_problem(**decode_call(modifiers=Modifiers(mask="(kv_idx>=q_idx+3)", softcap=2.0)))
+    assert p.mask == "kv_idx >= q_idx + 3" and p.masks == ("mask",)
+    assert p.switches[:2] == ("softcap", "paged") and p.switches[2].startswith("mask_")
+    for mask, told in (("kv_idx // h > 2", "divides by something"), (3, "an expression, given")):
+        with pytest.raises(ProblemError, match=f"^decode: mask.*{told}"):
+            decode_problem(**decode_call(modifiers=Modifiers(mask=mask)))
+
+
 def test_what_the_table_calls_refused_is_refused():
     refused = {name for name, rule in MATCH_RULES.items() if rule == "refused"}
     assert refused <= {*PREFILL_OTHERS, *DECODE_OTHERS}

@@ -127,6 +127,8 @@ def test_masks_are_switches_with_a_density_and_blocks_of_their_own(tmp_path):
   - {seqlen_q: 64, masked_by: blocks, mask: h>0, causal: false}
   - {seqlen_q: 64, masked_by: [documents, prefix], density: 5}
   - {seqlen_q: 64, mask: kv_idx - q_idx < 4, head_dim_v: 32}
+decode:
+  - {seqlen_k: 64, mask: kv_idx%4<h}
 """
     found = [
         (p.masked_by, p.density, p.mask_block_q, p.mask, p.head_dim_v)
@@ -138,6 +140,7 @@ def test_masks_are_switches_with_a_density_and_blocks_of_their_own(tmp_path):
         ("documents", 5, 0, "", width),
         ("prefix", 5, 0, "", width),
         ("none", 0, 0, "kv_idx - q_idx < 4", 32),
+        ("none", 0, 0, "kv_idx % 4 < h", width),
     ]
 
 
