@@ -75,6 +75,8 @@ def _few_prefills() -> list[Problem]:
         kind(masked_by="prefix", density=MIXED, causal=True),
         kind(page_size=3, causal=True, kv_layout="hnd", bias=True),
         kind(page_size=16, layout="thd", window_left=16, softcap=True, alibi=True, sinks=True),
+        kind(page_size=16, causal=True, mask=RULE),
+        kind(layout="thd", mask=RULE),
     ]
 
 
@@ -126,6 +128,12 @@ def _all_prefills() -> Iterator[Problem]:
         for added in ({}, {"bias": True}, {"layout": "thd"}):
             yield like(wide, dropout=True, **mask, **added)
     yield from _prefills_over_pages(wide, plain)
+    for mask, layout, page_size in product(
+        ({}, {"causal": True}, {"window_left": 16}), ("bshd", "thd"), (0, 16)
+    ):
+        where = {"layout": layout, "page_size": page_size, "mask": RULE}
+        yield like(wide, **where, **mask)
+        yield like(wide, **where, **mask, softcap=True, sinks=True, bias=layout == "bshd")
 
 
 def _prefills_over_pages(wide: Problem, plain: Problem) -> Iterator[Problem]:

@@ -156,6 +156,11 @@ class Variant:
         return "0" if self.mask else "full"
 
     @property
+    def head_of_rule(self) -> str:
+        """What attend() of a prefill takes for a rule, beside what it takes anyway."""
+        return "(batch, q_head)" if self.varlen else "q_head"
+
+    @property
     def width_of_values(self) -> str:
         """What the kernel calls the channels of v."""
         return "HEAD_DIM_V" if self.head_dim_v else "HEAD_DIM"

@@ -12,6 +12,7 @@ from .arguments import (
     check_tensors,
     most_keys,
 )
+from .masks import mask_fields
 from .modifiers import Modifiers, modifier_fields
 from .packed import check_packed, packed_queries
 from .problem import LAYOUTS, Problem, ProblemError, reached_window
@@ -70,6 +71,7 @@ def chunked_problem(
         lengths="equal" if sizes["batch"] == 1 else "ragged",  # as far as a host knows
         **sizes,
         **modifier_fields("prefill", given, q, *whole),
+        **mask_fields(q, *whole, causal, given.masks),
     )
     return reached_window(problem)
 

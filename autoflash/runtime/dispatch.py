@@ -30,13 +30,7 @@ from .recipe import form_of
 from .scales import Scale, cache_form, scale_form, scale_number
 from .selection import INVARIANT_SMS
 from .self_test import SelfTestCase, run_self_test
-from .served import (
-    launch_again,
-    launch_first,
-    outputs_of,
-    remember_served,
-    served_before,
-)
+from .served import launch_again, launch_first, outputs_of, remember_served, served_before
 from .training import asks_gradients, prefill_with_gradients
 from .varlen import prefill_packed
 
@@ -107,11 +101,11 @@ def prefill(
     k and v (total_k, num_kv_heads, head_dim), `lse` (num_heads, total_q). `cu_seqlens_q` and
     `cu_seqlens_k`, int32 or int64 (batch + 1,), say where each begins; none has more queries than
     `max_seqlen_q`, nor more keys than `max_seqlen_k`, and a `bias` has so many of both. Rows past
-    the last one are not written.
+    the last one are not written. A rule counts the queries and keys of each sequence from 0.
     With a `block_table` the keys are those of a cache, of which q, packed too, are the last: k, v,
-    `block_table`, `cache_seqlens`, `kv_layout` and a `bias`, packed queries counted in their own
-    sequence, are as in decode(), any number of queries may come at once, and `max_seqlen_k`, which
-    no length may pass, only helps the choice.
+    `block_table`, `cache_seqlens`, `kv_layout`, and a `bias` or rule, packed queries counted in
+    their own sequence, are as in decode(), any number of queries may come at once, and
+    `max_seqlen_k`, which no length may pass, only helps the choice.
     Never waits for the device, but to look at these with `check`.
     Where the module carries a backward, `out` and `lse` are differentiable once with respect to q,
     k, v, `bias` and `sinks`. With `deterministic` the same call has the same gradients to the bit;
@@ -146,8 +140,9 @@ def prefill(
     packed = paged or cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     masks = (block_mask, document_ids, prefix_lens, mask, density)
-    if paged and masks != (None,) * 5:
-        refuse_arguments("prefill: with a block_table", Masks._fields, masks)
+    masked = masks != (None,) * 5
+    if masked and packed:
+        refuse_arguments("prefill: packed or over pages", Masks._fields[:3], masks[:3])
     if torch.compiler.is_compiling():
         refuse_arguments("prefill: in a graph", ("batch_invariant",), (batch_invariant or None,))
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)
@@ -161,11 +156,13 @@ def prefill(
         refuse_arguments("prefill: with dropout", ("batch_invariant",), (batch_invariant or None,))
         modifiers = modifiers._replace(dropout_p=dropout_p, rng=rng)
     options = (causal, layout, softmax_scale, out, return_lse, check)
-    if masks != (None,) * 5:
+    if masked:
         refuse_arguments("prefill: with masks", ("batch_invariant",), (batch_invariant or None,))
-        return prefill_masked(q, k, v, with_masks(modifiers, *masks), *options)
+        modifiers = with_masks(modifiers, *masks)
+        if not packed:
+            return prefill_masked(q, k, v, modifiers, *options)
     packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
-    if packed and not asks_gradients(q, k, v, alibi_slopes, bias, sinks):
+    if packed and (masked or not asks_gradients(q, k, v, alibi_slopes, bias, sinks)):
         if paged:
             kv_layout = identified_layout("prefill", kv_layout, k, True)
             pages = {"cache_seqlens": cache_seqlens, "block_table": block_table}

@@ -27,7 +27,7 @@ from .schemas import (
 from .traced_gradients import differentiable, gradient_results, run_gradients
 from .training import refuse_slopes
 
-MASKS = len(FLAT_MASKS)
+MASKS = len(MASKS_LEFT_OUT) - len(PREFILL_LEFT_OUT)  # options of masked ones before all others
 
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 _operators: dict[str, Any] = {}
@@ -119,12 +119,12 @@ def prefill_traced(
         refuse_slopes(tensors[0])
     numbers = (causal, softmax_scale, layout, *window, softcap)
     options = (*numbers, *tensors, *packing, deterministic, check, *dropout)
-    if paged:
-        options = (kv_layout, *options)
-        return _called("prefill_chunked", (q, k, v, *tables), options, out, return_lse)
     if masks == (None,) * 5:
+        if paged:
+            options = (kv_layout, *options)
+            return _called("prefill_chunked", (q, k, v, *tables), options, out, return_lse)
         return _called("prefill", (q, k, v), options, out, return_lse)
-    options = (*flat_masks(causal, *masks), *options)
+    options = (*flat_masks(causal, *masks), *pages, *options)
     return _called("prefill_masked", (q, k, v), options, out, return_lse)
 
 

@@ -20,7 +20,8 @@ PREFILL_OPTIONS = (
 MASK_OPTIONS = (  # of operators of their own: each takes time where it is left out, too
     "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None,"
     " Tensor? full_kv_indices=None, SymInt mask_block_q=0, SymInt mask_block_k=0,"
-    " Tensor? document_ids=None, Tensor? prefix_lens=None, str? mask=None, SymInt? density=None"
+    " Tensor? document_ids=None, Tensor? prefix_lens=None, str? mask=None, SymInt? density=None,"
+    " Tensor? cache_seqlens=None, Tensor? block_table=None, str kv_layout='nhd'"
 )
 CHUNK_OPTIONS = f"str kv_layout='nhd', {PREFILL_OPTIONS}"  # of operators of their own likewise
 DECODE_OPTIONS = (

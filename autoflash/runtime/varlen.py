@@ -91,5 +91,5 @@ def _lse_shape(q: torch.Tensor, layout: str) -> tuple[int, ...]:
 
 
 def _modifier_form(given: Any) -> Any:
-    """What a plan may know of a modifier: its values are arguments, but a window's sides."""
-    return given if isinstance(given, tuple) else form_of(given)
+    """What a plan may know of a modifier: values are arguments, but a window's sides and a rule."""
+    return given if isinstance(given, (tuple, str)) else form_of(given)

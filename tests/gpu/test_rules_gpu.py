@@ -26,6 +26,8 @@ RULE = "(q_idx - kv_idx) // 8 % 3 != 1 and not (h == 1 and b <= 0) or abs(q_idx 
 # all keys of some heads, queries and sequences, and of most parts of the longest one
 HIDING = "h != 2 and (b != 6 or kv_idx >= 3000) and not (b == 5 and q_idx == 1) and b != 4"
 LENGTHS = [0, 1, 2, 5, 64, 65, 4096]
+KEYS = [0, 1, 17, 77, 128, 300, 641]  # of chunks of 77 queries
+PACKED = [(1, 641), (0, 5), (77, 77), (64, 300), (5, 0), (33, 129)]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,15 @@ def step(mask: str = RULE, **changed: Any) -> Inputs:
     fields |= {"batch": len(LENGTHS), "seqlen_q": 1, "seqlen_k": 4096, "page_size": 16}
     p = Problem("decode", mask=mask, **{**fields, **changed})
     return make_inputs(p, device="cuda", lengths=LENGTHS)
+
+
+def chunks(mask: str = RULE, **changed: Any) -> Inputs:
+    """Chunks over pages, or packed sequences."""
+    fields: dict[str, Any] = {"dtype": "bf16", "num_heads": 6, "num_kv_heads": 3, "head_dim": 128}
+    fields |= {"seqlen_q": 77, "seqlen_k": 641, "lengths": "ragged", **changed}
+    lengths = PACKED if fields.get("layout") == "thd" else KEYS
+    p = Problem("prefill", batch=len(lengths), mask=mask, **fields)
+    return make_inputs(p, device="cuda", lengths=lengths)
 
 
 def candidates(p: Problem, gpu: Gpu) -> list[Config]:
@@ -58,6 +69,24 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
 @pytest.mark.parametrize(
     ("mask", "changed"),
     [
+        (RULE, {"layout": "thd"}),
+        (HIDING, {"layout": "thd", "window_left": 100, "dtype": "fp16", "head_dim": 64}),
+        (RULE, {"layout": "thd", "causal": False, "bias": True, "sinks": True}),
+        (RULE, {"page_size": 128}),
+        (HIDING, {"page_size": 16, "kv_layout": "hnd", "causal": False, "softcap": True}),
+        (RULE, {"page_size": 64, "layout": "thd", "window_left": 100, "head_dim": 256}),
+    ],
+    ids=str,
+)
+def test_candidates_of_packed_sequences_and_over_pages_are_right_and_repeat_their_bits(
+    mask: str, changed: dict, gpu: Gpu
+) -> None:
+    assert_right(chunks(mask, **changed), gpu)
+
+
+@pytest.mark.parametrize(
+    ("mask", "changed"),
+    [
         (RULE, {}),
         (RULE, {"page_size": 0, "seqlen_q": 4, "window_left": 63, "softcap": True, "sinks": True}),
         (RULE, {"seqlen_q": 16, "bias": True}),
@@ -73,7 +102,10 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
 def test_candidates_of_a_step_are_right_and_repeat_their_bits(
     mask: str, changed: dict, gpu: Gpu
 ) -> None:
-    inputs = step(mask, **changed)
+    assert_right(step(mask, **changed), gpu)
+
+
+def assert_right(inputs: Inputs, gpu: Gpu) -> None:
     budget, failures = Budget(inputs), []
     for config in candidates(inputs.problem, gpu):
         result = run(inputs, config, gpu=gpu)

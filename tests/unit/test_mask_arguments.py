@@ -113,8 +113,10 @@ def test_what_is_no_block_mask_is_told():
 def test_packed_sequences_and_other_ops_take_no_masks():
     fields = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "seqlen_q": 8, "seqlen_k": 8}
     documents = {"masked_by": "documents", "density": 5, "dtype": "bf16", "batch": 1, **fields}
-    with pytest.raises(ProblemError, match="documents: packed sequences take no masks yet"):
-        Problem("prefill", layout="thd", **documents)
+    for where, told in (({"layout": "thd"}, "packed s"), ({"page_size": 16}, "prefill over p")):
+        message = f"documents: of masks beyond windows {told}.* a rule alone, as mask"
+        with pytest.raises(ProblemError, match=message):
+            Problem("prefill", **where, **documents)
     with pytest.raises(ProblemError, match="documents: masks are for prefill, not backward"):
         Problem("backward", **documents)
     with pytest.raises(ProblemError, match="documents: of masks beyond windows decode takes a"):

@@ -54,6 +54,8 @@ def test_values_may_have_other_channels_and_modifiers_are_switches():
     problem = posed(v=torch.zeros(20, 16, 2, 64), softcap=2.0, sinks=torch.zeros(4))
     assert problem.head_dim_v == 64
     assert problem.switches == ("causal", "softcap", "sinks", "head_dim_v", "paged")
+    ruled = posed(mask="(kv_idx>q_idx+5)")
+    assert ruled.mask == "kv_idx > q_idx + 5" and ruled.switches[:2] == ("causal", "paged")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,8 @@ def test_values_may_have_other_channels_and_modifiers_are_switches():
         ({"cache_seqlens": LENGTHS[:1]}, r"cache_seqlens is \(1,\), expected \(2,\)"),
         ({"max_seqlen_k": 129}, "max_seqlen_k 129 is not from 0 to the cache's capacity 128"),
         ({"bias": torch.zeros(33, 100)}, r"does not broadcast to \(2, 4, 33, 128\)"),
+        ({"mask": "kv_idx"}, "prefill: mask 'kv_idx': is a number, not true or false"),
+        ({"density": 5}, "prefill: density 5 is of a mask, and none is given"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(changes, message):
@@ -114,8 +118,8 @@ def test_a_prefill_over_pages_keeps_the_layout_of_its_cache_and_says_so():
     [
         ({"bias": True, "alibi": True}, "alibi and bias exclude each other"),
         ({"pages": "chosen"}, "pages 'chosen' are of decode: prefill reads all pages"),
-        ({"mask": "q_idx > kv_idx"}, "mask: keys in pages take no masks yet"),
-        ({"masked_by": "prefix", "density": 5}, "prefix: keys in pages take no masks yet"),
+        ({"masked_by": "prefix", "density": 5}, "prefix: of masks beyond windows prefill over pa"),
+        ({"masked_by": "documents", "density": 5}, "documents: of masks beyond windows prefill"),
     ],
 )
 def test_what_no_prefill_over_pages_has_is_refused(changes, message):
