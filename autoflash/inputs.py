@@ -336,4 +336,5 @@ def make_inputs(
     keys = max(1, int(valid.max())) if p.pages == CHOSEN else capacity
     dead = valid.tolist() if poison else ()
     on = {"page_positions": positions, **modifiers_for(p, normal, device, seed, keys, dead)}
+    on |= masks_of(p, device, seed, poison)
     return Inputs(p, q, k, v, cache_seqlens, block_table, **scales, **on, **starts)

@@ -134,6 +134,10 @@ def _all_prefills() -> Iterator[Problem]:
         where = {"layout": layout, "page_size": page_size, "mask": RULE}
         yield like(wide, **where, **mask)
         yield like(wide, **where, **mask, softcap=True, sinks=True, bias=layout == "bshd")
+    for layout, page_size in (("thd", 0), ("bshd", 16), ("thd", 16)):
+        where = {"layout": layout, "page_size": page_size, "density": MIXED, **MASKS[-1]}
+        yield like(wide, **where)
+        yield like(wide, **where, softcap=True, alibi=True, sinks=True)
 
 
 def _prefills_over_pages(wide: Problem, plain: Problem) -> Iterator[Problem]:

@@ -40,10 +40,11 @@ def visible_pairs(problem: Problem) -> int:
         return _pairs_in(p, every, every)
     if p.masked_by == "blocks":
         return max(1, p.batch * p.seqlen_q * p.seqlen_k * p.density // 100)
-    pairs = _pairs_in(p, *_lengths(p))
-    if p.masked_by == "prefix":  # what causal hides of it
-        prefix, position = p.seqlen_k * p.density // 100, p.seqlen_k - p.seqlen_q
-        pairs += p.batch * (p.seqlen_q * prefix - _clamped_sum(position + 1, p.seqlen_q, prefix))
+    lengths = _lengths(p)
+    pairs = _pairs_in(p, *lengths)
+    for rows, keys in zip(*lengths, strict=True) if p.masked_by == "prefix" else ():
+        prefix = min(keys, p.seqlen_k * p.density // 100)  # of which causal hides some
+        pairs += rows * prefix - _clamped_sum(keys - rows + 1, rows, prefix)
     return pairs
 
 

@@ -116,6 +116,8 @@ def samples(family: Family) -> list[Problem]:
         every += [replace(each, head_dim_v=32) for each in every if each.paged]  # of the same texts
         beside = (name for name in MASKED_BY if name != "prefix")  # which is causal beyond it
         every += [sample("prefill", masked_by=name) for name in beside]
+        for where in ({"varlen": True}, {"paged": True}, {"varlen": True, "paged": True}):
+            every.append(sample("prefill", causal=True, masked_by="prefix", **where))
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
 

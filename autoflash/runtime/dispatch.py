@@ -101,7 +101,7 @@ def prefill(
     k and v (total_k, num_kv_heads, head_dim), `lse` (num_heads, total_q). `cu_seqlens_q` and
     `cu_seqlens_k`, int32 or int64 (batch + 1,), say where each begins; none has more queries than
     `max_seqlen_q`, nor more keys than `max_seqlen_k`, and a `bias` has so many of both. Rows past
-    the last one are not written. A rule counts the queries and keys of each sequence from 0.
+    the last one are not written. Rules and prefixes count queries and keys in each sequence.
     With a `block_table` the keys are those of a cache, of which q, packed too, are the last: k, v,
     `block_table`, `cache_seqlens`, `kv_layout`, and a `bias` or rule, packed queries counted in
     their own sequence, are as in decode(), any number of queries may come at once, and
@@ -142,7 +142,7 @@ def prefill(
     masks = (block_mask, document_ids, prefix_lens, mask, density)
     masked = masks != (None,) * 5
     if masked and packed:
-        refuse_arguments("prefill: packed or over pages", Masks._fields[:3], masks[:3])
+        refuse_arguments("prefill: packed or over pages", Masks._fields[:2], masks[:2])
     if torch.compiler.is_compiling():
         refuse_arguments("prefill: in a graph", ("batch_invariant",), (batch_invariant or None,))
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)

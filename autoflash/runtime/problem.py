@@ -277,9 +277,9 @@ def _mask_error(p: Problem) -> str | None:
         return f"{given}: masks are for prefill, not {p.op}"
     if p.masked_by != NONE and p.op == "decode":
         return f"{p.masked_by}: of masks beyond windows decode takes a rule alone, as mask"
-    if p.masked_by != NONE and (p.varlen or p.paged):
-        which = "packed sequences take" if p.varlen else "prefill over pages takes"
-        return f"{p.masked_by}: of masks beyond windows {which} a rule alone, as mask"
+    if p.masked_by in ("blocks", "documents") and (p.varlen or p.paged):
+        which = "of packed sequences" if p.varlen else "over pages"
+        return f"{p.masked_by}: prefill {which} takes prefixes and rules alone of such masks"
     if p.masked_by in ("blocks", "prefix") and p.windowed:
         return f"{p.masked_by} and a window exclude each other"
     if p.masked_by == "prefix" and not p.causal:

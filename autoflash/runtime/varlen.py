@@ -24,6 +24,7 @@ from .tally import count_call
 PACKED_TENSORS = (  # as a plan's recipe has them
     *("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks"),
     *("rng", "cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"),
+    *("document_ids", "prefix_lens"),
 )
 
 

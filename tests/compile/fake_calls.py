@@ -41,13 +41,22 @@ def packed(module, **more):
     return tensors
 
 
+def packed_with_prefixes(module):
+    return packed(module, prefix_lens=torch.tensor([3, 9], dtype=torch.int32))
+
+
 def chunks(module, **more):
     q, k, v = normal(2, 40, 2, 64), normal(9, 128, 1, 64), normal(9, 128, 1, 64)
     tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "sinks": normal(2)}
     table = torch.arange(16, dtype=torch.int32).view(2, 8)
     tensors |= {"cache_seqlens": LENGTHS.clone(), "block_table": table, **more}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     module.prefill(**tensors, causal=True)
     return tensors
+
+
+def chunks_with_prefixes(module):
+    return chunks(module, sinks=None, prefix_lens=torch.tensor([3, 99], dtype=torch.int32))
 
 
 def decode(module, **more):

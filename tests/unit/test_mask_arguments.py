@@ -110,11 +110,11 @@ def test_what_is_no_block_mask_is_told():
         block_lists(torch.ones(3, 3))
 
 
-def test_packed_sequences_and_other_ops_take_no_masks():
+def test_documents_are_for_prefill_with_an_axis_of_sequences():
     fields = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "seqlen_q": 8, "seqlen_k": 8}
     documents = {"masked_by": "documents", "density": 5, "dtype": "bf16", "batch": 1, **fields}
-    for where, told in (({"layout": "thd"}, "packed s"), ({"page_size": 16}, "prefill over p")):
-        message = f"documents: of masks beyond windows {told}.* a rule alone, as mask"
+    for where, told in (({"layout": "thd"}, "of packed s"), ({"page_size": 16}, "over pages")):
+        message = f"documents: prefill {told}.* takes prefixes and rules alone of such masks"
         with pytest.raises(ProblemError, match=message):
             Problem("prefill", **where, **documents)
     with pytest.raises(ProblemError, match="documents: masks are for prefill, not backward"):

@@ -71,6 +71,14 @@ def test_a_bias_is_of_queries_and_keys_in_their_own_sequence_and_has_no_gradient
         replace(posed(bias=torch.zeros(6, 7)), op="backward")
 
 
+def test_packed_sequences_have_prefixes_and_rules():
+    p = posed(prefix_lens=torch.zeros(3).int(), mask="(kv_idx>3)")
+    assert p.switches[:3] == ("causal", "prefix", "varlen") and p.mask == "kv_idx > 3"
+    assert p.density == 10  # nobody told it
+    with pytest.raises(ProblemError, match=r"prefix_lens is \(2,\), expected \(3,\)"):
+        posed(prefix_lens=torch.zeros(2).int())
+
+
 def test_the_layout_of_packed_sequences_needs_to_know_where_they_begin():
     with pytest.raises(ProblemError, match="layout 'thd' needs cu_seqlens_q"):
         prefill_problem(Q, K, K, True, "thd")

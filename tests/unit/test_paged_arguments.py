@@ -56,6 +56,8 @@ def test_values_may_have_other_channels_and_modifiers_are_switches():
     assert problem.switches == ("causal", "softcap", "sinks", "head_dim_v", "paged")
     ruled = posed(mask="(kv_idx>q_idx+5)")
     assert ruled.mask == "kv_idx > q_idx + 5" and ruled.switches[:2] == ("causal", "paged")
+    prefixed = posed(prefix_lens=torch.zeros(2).int(), density=7)
+    assert (prefixed.switches, prefixed.density) == (("causal", "prefix", "paged"), 7)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,7 @@ def test_values_may_have_other_channels_and_modifiers_are_switches():
         ({"bias": torch.zeros(33, 100)}, r"does not broadcast to \(2, 4, 33, 128\)"),
         ({"mask": "kv_idx"}, "prefill: mask 'kv_idx': is a number, not true or false"),
         ({"density": 5}, "prefill: density 5 is of a mask, and none is given"),
+        ({"prefix_lens": torch.zeros(3).int()}, r"prefix_lens is \(3,\), expected \(2,\)"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(changes, message):
@@ -118,8 +121,11 @@ def test_a_prefill_over_pages_keeps_the_layout_of_its_cache_and_says_so():
     [
         ({"bias": True, "alibi": True}, "alibi and bias exclude each other"),
         ({"pages": "chosen"}, "pages 'chosen' are of decode: prefill reads all pages"),
-        ({"masked_by": "prefix", "density": 5}, "prefix: of masks beyond windows prefill over pa"),
-        ({"masked_by": "documents", "density": 5}, "documents: of masks beyond windows prefill"),
+        (
+            {"masked_by": "documents", "density": 5},
+            "documents: prefill over pages takes prefixes a",
+        ),
+        ({"masked_by": "prefix", "density": 5, "causal": False}, "prefix: what is beyond it is ca"),
     ],
 )
 def test_what_no_prefill_over_pages_has_is_refused(changes, message):
