@@ -32,8 +32,8 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 INSTEAD = {  # what serves in place of what is not supported
     "decode: document_ids": "a document is a sequence of its own, or pages of page_positions",
     "decode: prefix_lens": "prefill takes it, and the last query sees the whole prefix anyway",
-    "prefill: packed or over pages: block_mask": "mask hides keys, decode() reads chosen pages",
-    "prefill: packed or over pages: document_ids": "documents are packed by cu_seqlens themselves",
+    "prefill: packed or over pages: block_mask": "mask hides keys, and decode reads chosen pages",
+    "prefill: packed or over pages: document_ids": "each document is a sequence of cu_seqlens",
 }
 
 

@@ -213,6 +213,12 @@ def test_a_rule_is_an_argument_of_the_operator_in_one_graph(exported: ModuleType
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert same_bits(compiled(inputs.q), layer(inputs.q))
+    operators = getattr(torch.ops, exported.operator_namespace())
+    read, given = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens), inputs.block_table
+    for name, out in (("decode_masked", ()), ("decode_masked_out", (inputs.q.clone(),))):
+        operator, options = getattr(operators, name).default, {"block_table": given}
+        checks = torch.library.opcheck(operator, (*read, OTHER, *out), options)
+        assert set(checks.values()) == {"SUCCESS"}
 
 
 def test_a_rule_that_was_not_tuned_and_what_is_none_are_told(exported: ModuleType) -> None:

@@ -253,6 +253,9 @@ def every_operator(module):
     chunks["bias"] = bias[:13]
     operator = operators.prefill_chunked_out.default
     yield operator, (q[0], *caches, *both, torch.empty_like(q[0])), chunks
+    prefixes = {"prefix_lens": torch.tensor([7], dtype=torch.int32), "causal": True}
+    prefixes |= dict(zip(("cache_seqlens", "block_table"), pages, strict=True))
+    yield operators.prefill_masked.default, (q, *caches), prefixes
     parts = (q[0], torch.rand(4, 20), q[0] * 2, torch.rand(4, 20))
     yield operators.merge.default, parts, {"layout": "thd"}
     *read, table = decode_call()
@@ -275,7 +278,7 @@ def every_operator(module):
     yield operators.append_kv.default, (*new, k8, v8, slots), {**scales, "kv_layout": "nhd"}
 
 
-@pytest.mark.parametrize("number", range(18))
+@pytest.mark.parametrize("number", range(19))
 def test_torchs_own_check_of_operators_passes(module, number):
     operator, arguments, options = list(every_operator(module))[number]
     checks = torch.library.opcheck(operator, tuple(arguments), options)

@@ -174,8 +174,8 @@ def test_masks_that_packed_sequences_and_pages_lack_are_refused_with_what_serves
         inputs = made(kind, OTHER)
         ids = torch.zeros(1).int()
         for given, instead in (
-            ({"document_ids": ids}, "documents are packed by cu_seqlens themselves"),
-            ({"block_mask": ids}, r"mask hides keys, decode\(\) reads chosen pages"),
+            ({"document_ids": ids}, "each document is a sequence of cu_seqlens"),
+            ({"block_mask": ids}, "mask hides keys, and decode reads chosen pages"),
         ):
             message = told.format(*given, instead)
             with pytest.raises(exported.ProblemError, match=f"^{message}$"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoflash.gpu import known
-from autoflash.inputs import make_inputs
+from autoflash.inputs import make_inputs, packed_lengths
 from autoflash.mask import visible
 from autoflash.problem import Problem
 from autoflash.roofline import floor, visible_pairs
@@ -42,6 +42,17 @@ def test_pairs_of_documents_and_prefixes_are_those_of_the_reference(
     rows = torch.arange(seqlen_q)
     seen = seen_keys(make_inputs(problem), 0, range(1), rows, problem.seqlen_k, seqlen_q)
     assert visible_pairs(problem) == int(seen.sum())
+
+
+def test_a_prefix_ends_with_each_packed_sequence():
+    where = {"layout": "thd", "lengths": "ragged", "causal": True}
+    problem = replace(PREFILL, batch=8, masked_by="prefix", density=60, **where)
+    lengths = list(zip(*packed_lengths(problem), strict=True))
+    assert any(keys < 42 for _, keys in lengths)
+    seen = [
+        max(0, i + 1 + keys - rows, min(42, keys)) for rows, keys in lengths for i in range(rows)
+    ]
+    assert visible_pairs(problem) == sum(seen)
 
 
 def test_pairs_of_blocks_are_as_many_as_their_density_says():
