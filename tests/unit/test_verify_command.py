@@ -110,6 +110,19 @@ def test_a_module_is_asked_at_the_sizes_that_its_rows_were_tuned_for(tmp_path):
     assert 0 < len(asked) < len(tuned) and max(map(cache_bytes, tuned)) > 4 << 30
 
 
+def test_a_module_is_asked_about_the_rules_that_it_was_tuned_with_and_no_others():
+    ruled = [
+        decode_of(mask="kv_idx > h", page_size=16),
+        prefill_of(mask="kv_idx > b", softcap=True),
+    ]
+    for op, one in zip(("decode", "prefill"), ruled, strict=True):
+        asked = [c for c in cases(of_module(Path("m.py"), True, ruled)) if c.problem.op == op]
+        assert {case.problem.mask for case in asked} == {"", one.mask}
+        probes = {case.probe for case in asked if case.problem.mask}
+        assert {"visible keys are counted", "rows without keys"} <= probes
+    assert not any(case.problem.mask for case in cases(of_module(Path("m.py"), False)))
+
+
 def findings():
     kept, wrong, starved = (
         Case("random values", prefill_of()),
