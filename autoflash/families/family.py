@@ -116,8 +116,9 @@ def samples(family: Family) -> list[Problem]:
         every += [replace(each, head_dim_v=32) for each in every if each.paged]  # of the same texts
         beside = (name for name in MASKED_BY if name != "prefix")  # which is causal beyond it
         every += [sample("prefill", masked_by=name) for name in beside]
-        for where in ({"varlen": True}, {"paged": True}, {"varlen": True, "paged": True}):
-            every.append(sample("prefill", causal=True, masked_by="prefix", **where))
+        for varlen, paged in ((True, False), (False, True), (True, True)):
+            one = sample("prefill", paged, varlen=varlen, causal=True, masked_by="prefix")
+            every.append(one)
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
 

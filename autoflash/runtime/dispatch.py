@@ -23,7 +23,7 @@ from .installed import device_for, installed, tally_for
 from .launch import interpreted
 from .masked import prefill_masked, with_masks
 from .masks import Masks
-from .modifiers import Modifiers, decode_plan, modifiers_of, prefill_plan
+from .modifiers import NO_MODIFIERS, Modifiers, decode_plan, modifiers_of, prefill_plan
 from .operators import append_kv_traced, decode_traced, prefill_traced
 from .recall import recalled
 from .recipe import form_of
@@ -287,14 +287,15 @@ def decode(
     )
     form = (key, *map(form_of, given))
     served = served_before(form)
-    modifiers = Modifiers(window, softcap, *on[:3], page_positions=page_positions, mask=mask)
     # a plan is made of 4-D tensors; its recipe does with 3-D ones, which lie in memory alike
     add_query_axis, own_out = served is None and q.dim() == 3, out
     if add_query_axis:
         q, out = q.unsqueeze(1), None if out is None else out.unsqueeze(1)
+    modifiers = NO_MODIFIERS  # which only a plan asks for
     if served is not None:
         problem = served.tally.problem
     else:
+        modifiers = Modifiers(window, softcap, *on[:3], page_positions=page_positions, mask=mask)
         read = (q, k_cache, v_cache, cache_seqlens, block_table)
         problem = decode_problem(*read, kv_layout, *hints, k_scale, v_scale, modifiers)
         if out is not None:

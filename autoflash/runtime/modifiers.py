@@ -53,11 +53,12 @@ class Modifiers(NamedTuple):
         """Those that a launch names, of which blocks have several."""
         plain = (self.alibi_slopes, self.bias, self.sinks, self.rng)
         plain += (self.cu_seqlens_q, self.cu_seqlens_k)
-        packed = self.cu_seqlens_q is not None
-        if self.block_table is not None or (packed and self.prefix_lens is not None):
-            plain += (self.cache_seqlens, self.block_table)
+        if self.block_table is not None and self.prefix_lens is None:
+            return (*plain, self.cache_seqlens, self.block_table)
         if self.block_mask is None and self.document_ids is None and self.prefix_lens is None:
             return plain
+        if self.cu_seqlens_q is not None or self.block_table is not None:
+            plain += (self.cache_seqlens, self.block_table)  # which have their place, given or not
         blocks = () if self.block_mask is None else self.block_mask.tensors
         return (*plain, *blocks, self.document_ids, self.prefix_lens)
 

@@ -48,7 +48,8 @@ def prefill_packed(
     """
     paged = modifiers.block_table is not None
     numbers = (causal, layout, softmax_scale, return_lse, batch_invariant, modifiers.kv_layout)
-    form = ("packed", *numbers, *map(form_of, (q, k, v, out)), *map(_modifier_form, modifiers))
+    given = [each if each is None else _modifier_form(each) for each in modifiers]
+    form = ("packed", *numbers, modifiers.mask, *map(form_of, (q, k, v, out)), *given)
     served = None if check else served_before(form)
     if served is None:
         pose = chunked_problem if paged else prefill_problem
@@ -92,5 +93,5 @@ def _lse_shape(q: torch.Tensor, layout: str) -> tuple[int, ...]:
 
 
 def _modifier_form(given: Any) -> Any:
-    """What a plan may know of a modifier: values are arguments, but a window's sides and a rule."""
-    return given if isinstance(given, (tuple, str)) else form_of(given)
+    """What a plan may know of a modifier: its values are arguments, but a window's sides."""
+    return given if isinstance(given, tuple) else form_of(given)
