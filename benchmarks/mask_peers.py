@@ -4,7 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as flex
 
 from autoflash.inputs import Inputs
@@ -24,13 +25,33 @@ def flex_attention(inputs: list[Inputs]) -> Contender:
     p = inputs[0].problem
     torch._dynamo.reset()  # or the ninth shape would run uncompiled
     torch._inductor.config.compile_threads = 1  # one kernel needs no pool of processes
-    compiled = torch.compile(flex, dynamic=False)
+    compiled = torch.compile(flex if inputs[0].sinks is None else with_sinks, dynamic=False)
     call = functools.partial(compiled, enable_gqa=p.group_size > 1)
     calls = [
-        functools.partial(call, *in_layout(one, "bhsd"), block_mask=block_mask_of(one))
+        functools.partial(
+            call,
+            *in_layout(one, "bhsd"),
+            *([] if one.sinks is None else [one.sinks]),
+            score_mod=capped(one.softcap) if p.softcap else None,
+            block_mask=block_mask_of(one),
+        )
         for one in inputs
     ]
     return Contender(list(calls), from_layout(p, "bhsd"))
+
+
+def with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **more: Any
+) -> torch.Tensor:
+    """As if each head had a key more that all its queries see, whose values are 0."""
+    out, aux = flex(q, k, v, return_aux=AuxRequest(lse=True), **more)
+    assert aux.lse is not None
+    return (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(q.dtype)
+
+
+def capped(softcap: float) -> Callable[..., Any]:
+    """A score as softcap leaves it."""
+    return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
 
 
 def block_mask_of(one: Inputs) -> BlockMask:

@@ -1,7 +1,8 @@
 """Masks beside FlexAttention given the same BlockMask, and beside the dense problem: one run.
 
-The problems of benchmarks/workloads/masks.yaml: blocks at 10 % density, documents, a prefix, and a
-window of 4096 keys. Where there is no --module, the workload is tuned first and one exported.
+The problems of benchmarks/workloads/masks.yaml: blocks at 10 % density, documents, a prefix, a
+window of 4096 keys, softcaps and sinks with and without windows. Where there is no --module, the
+workload is tuned first and one exported.
 Each case stands beside its dense problem too, full or causal, served by the same module.
 """
 
