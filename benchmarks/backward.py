@@ -12,15 +12,13 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from harness import arguments, geometric_mean, load_module, write_results
+from harness import arguments, geometric_mean, load_module, run_ahead, write_results
 from prefill import name_of, result_of
 from prefill_peers import PEERS
 
@@ -239,18 +237,12 @@ def timed(calls: Mapping[str, Sequence[Call]], gpu_us: float) -> dict[str, Times
 
 def compile_ahead(problems: Mapping[str, Problem], module: Path, processes: int) -> None:
     """Have processes fill the caches on disk of what compiles for each shape, one call each."""
-    if not processes:
-        return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        jobs = {
-            (name, contender): pool.submit(call_once, contender, problem, module)
-            for name, problem in problems.items()
-            for contender in ("flex_attention", "autoflash")
-        }
-        for (name, contender), job in jobs.items():
-            error = job.exception()
-            if error:  # what is wrong shows again, and counts, where it is timed
-                print(f"not compiled ahead: {name}, {contender}: {told(error)}", file=sys.stderr)
+    jobs = {
+        f"{name}, {contender}": functools.partial(call_once, contender, problem, module)
+        for name, problem in problems.items()
+        for contender in ("flex_attention", "autoflash")
+    }
+    run_ahead(jobs, processes)
 
 
 def call_once(contender: str, problem: Problem, module: Path) -> None:

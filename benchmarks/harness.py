@@ -7,13 +7,18 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any
 
 from autoflash.gpu import detect
+from autoflash.peers.contender import told
 from autoflash.toolchain import detect_toolchain
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -28,6 +33,36 @@ def load_module(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     found.loader.exec_module(module)
     return module
+
+
+def run_ahead(jobs: Mapping[str, Callable[[], object]], processes: int) -> None:
+    """Run jobs in so many processes, none where that is 0, for what they leave in caches on disk.
+
+    One that raises is named, and so is one of which its process dies: it takes no other along. What
+    is wrong shows again, and counts, where it is timed.
+    """
+    waiting: SimpleQueue[tuple[str, Callable[[], object]]] = SimpleQueue()
+    for job in jobs.items():
+        waiting.put(job)
+
+    def serve() -> None:
+        pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        while True:
+            try:
+                name, job = waiting.get_nowait()
+            except Empty:
+                return pool.shutdown()
+            try:
+                pool.submit(job).result()
+            except Exception as error:
+                print(f"not run ahead: {name}: {told(error)}", file=sys.stderr)
+                if isinstance(error, BrokenProcessPool):
+                    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+    if processes:
+        with ThreadPoolExecutor(processes) as threads:
+            for serving in [threads.submit(serve) for _ in range(processes)]:
+                serving.result()
 
 
 def case_result(

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import arguments, case_result, geometric_mean, load_module, write_results
+from harness import (
+    arguments,
+    case_result,
+    geometric_mean,
+    load_module,
+    run_ahead,
+    write_results,
+)
 from prefill_peers import PEERS, portable
 
 from autoflash.accuracy import Budget, Verdict
@@ -212,12 +219,10 @@ def compile_ahead(
     processes: int,
 ) -> None:
     """Have processes fill the caches on disk of what compiles for each shape, one call each."""
-    if not processes:
-        return
     seen: set[Hashable] = set()
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        jobs = {
-            (name, contender, config): pool.submit(
+    run_ahead(
+        {
+            f"{name}, {contender} {config or ''}".rstrip(): functools.partial(
                 call_once, contender, problem, module, config, gpu
             )
             for name, problem in problems.items()
@@ -226,11 +231,9 @@ def compile_ahead(
                 ("autoflash", None),
                 *(("portable", config) for config in new_binaries(problem, configs[name], seen)),
             )
-        }
-        for (name, contender, _), job in jobs.items():
-            error = job.exception()
-            if error:  # what is wrong shows again, and counts, where it is timed
-                print(f"not compiled ahead: {name}, {contender}: {told(error)}", file=sys.stderr)
+        },
+        processes,
+    )
 
 
 def new_binaries(problem: Problem, configs: Sequence[Config], seen: set[Hashable]) -> list[Config]:
