@@ -18,7 +18,8 @@ from autoflash.problem import Problem
 from autoflash.runtime.hopper_validity import prefill_hopper_default
 
 PROBLEM = Problem("prefill", "bf16", 1, 32, 8, 128, 8192, 8192, causal=True)
-OTHERS = ({"PING_PONG": 1}, {"HEAD_GROUP_MIB": 4}, {"SCHEDULE": "early"})  # beside the default
+WIDE = {"HEAD_GROUP_MIB": 48}
+CHANGES = (WIDE, WIDE | {"PING_PONG": 1}, {}, WIDE | {"SCHEDULE": "early"})  # of the default
 PACES_MS = ((0, 10), (40, 10), (35, 35), (35, 50), (15, 50), (100, 100))
 FEWEST_ROUNDS = 6
 
@@ -39,7 +40,7 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     card, order = open_card(0), random.Random(0)
     default = dict(prefill_hopper_default(PROBLEM, card.hello()[0]))
-    configs = [Config.of("prefill_hopper", default | other) for other in ({}, *OTHERS)]
+    configs = [Config.of("prefill_hopper", default | other) for other in CHANGES]
     card.prepare(PROBLEM, 0)
     for lead_ms, timed_ms in PACES_MS:
         for config in configs:
