@@ -3,10 +3,10 @@
 import torch
 
 from autoflash.dropout import dropped
-from autoflash.mask import visible
 from autoflash.problem import Problem
 from autoflash.runtime.modifiers import NO_MODIFIERS, Modifiers, modifiers_of
 from autoflash.scores import changed_scores
+from autoflash.visibility import seen_keys
 
 SCORES_AT_ONCE = 2**28  # of a block, 1 GiB in fp32
 
@@ -39,7 +39,9 @@ def forward(
             for rows in torch.arange(queries, device=q.device).split(at_once):
                 scores = own_q[heads][:, rows].float() @ head_k.T * p.head_dim**-0.5
                 scores = changed_scores(whole, b, heads, rows, queries, keys, scores)
-                scores.masked_fill_(~visible(p, rows, keys, queries), float("-inf"))
+                of_group = range(heads.start, heads.stop)
+                seen = seen_keys(p, modifiers.masks, b, of_group, rows, keys, queries)
+                scores.masked_fill_(~seen, float("-inf"))
                 of_rows = scores.logsumexp(dim=2)
                 if modifiers.sinks is not None:
                     of_rows = of_rows.logaddexp(modifiers.sinks[heads, None].float())

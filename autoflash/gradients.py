@@ -18,11 +18,11 @@ import torch
 from autoflash.dropout import dropout_weights
 from autoflash.forward import lse_of_sequence, of_sequence
 from autoflash.inputs import TORCH_DTYPES, Inputs, packed_lengths
-from autoflash.mask import visible
 from autoflash.problem import Problem
 from autoflash.reference import Row, eager, product_in_order, reference
 from autoflash.runtime.modifiers import modifiers_of
 from autoflash.scores import changed_scores, softcap_slope
+from autoflash.visibility import seen_keys
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -298,7 +298,9 @@ def _terms(
     lse, dlse = (t[:, queries, None] for t in (group.lse, group.dlse))
     sizes = (group.q.shape[1], group.k.shape[0])
     rows = torch.arange(sizes[0], device=q.device)[queries]
-    seen = visible(problem, rows, sizes[1], sizes[0])[:, keys] & ~lse.isinf()
+    of_group = range(group.heads.start, group.heads.stop)
+    asked = (group.b, of_group, rows, sizes[1], sizes[0], keys)
+    seen = seen_keys(problem, modifiers.masks, *asked) & ~lse.isinf()
     scaled = product(q, k.T) * scale
     scores = changed_scores(modifiers, group.b, group.heads, queries, *sizes, scaled, keys)
     p = (scores - lse).exp().masked_fill(~seen, 0.0)

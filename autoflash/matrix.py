@@ -206,7 +206,7 @@ def _gradient_cases(kind: Problem, tiles: Sequence[int], small: bool) -> Iterato
     if kind.windowed:
         for left in (t,) if small else (0, 1, t - 1, t, t + 1):
             yield case("at the edges of tiles", t + 9, t + 9, window_left=left)
-    if kind.causal or kind.windowed:
+    if kind.causal or kind.windowed or kind.masks:
         yield case("of rows without keys", t // 2 + 9, t // 4 + 1)
     yield case("of rows without keys", 17, 0)
     yield case("under a scale of their own", 40, t + 9)

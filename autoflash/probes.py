@@ -69,8 +69,8 @@ def _hidden_keys_change_no_bit(subject: Subject, make: Make) -> str:
         row = torch.tensor([i], device=inputs.k.device)
         k, v = (_tokens_first(t, p).clone() for t in (inputs.k, inputs.v))
         for b in range(p.batch):
-            every = range(p.num_heads)
-            hidden = ~seen_keys(inputs, b, every, row, p.seqlen_k, p.seqlen_q).any(dim=0)[0]
+            asked = (p, inputs.modifiers.masks, b, range(p.num_heads), row)
+            hidden = ~seen_keys(*asked, p.seqlen_k, p.seqlen_q).any(dim=0)[0]
             for tensor in (k, v):
                 tensor[b, hidden] *= LOUD
         k, v = (_tokens_first(t, p) for t in (k, v))

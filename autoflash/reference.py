@@ -124,7 +124,7 @@ def _rows(
     modifiers = modifiers_of(problem, inputs.modifiers)
     scores = changed_scores(modifiers, b, heads, rows, queries, k.shape[1], scores)
     every_head = range(*heads.indices(problem.num_heads))
-    seen = seen_keys(inputs, b, every_head, rows, k.shape[1], queries)
+    seen = seen_keys(problem, modifiers.masks, b, every_head, rows, k.shape[1], queries)
     if inputs.page_positions is not None:
         seen = seen & inputs.chosen(b, k.shape[1])
     scores = scores.masked_fill(~seen, float("-inf"))

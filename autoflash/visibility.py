@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from autoflash.inputs import Inputs
 from autoflash.mask import visible
+from autoflash.problem import Problem
+from autoflash.runtime.masks import BlockLists, Masks
 
 Values = Mapping[str, torch.Tensor]
 
@@ -31,17 +32,27 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def seen_keys(
-    inputs: Inputs, b: int, heads: range, rows: torch.Tensor, keys: int, queries: int
+    problem: Problem,
+    masks: Masks,
+    b: int,
+    heads: range,
+    rows: torch.Tensor,
+    keys: int,
+    queries: int,
+    columns: slice | torch.Tensor = slice(None),
 ) -> torch.Tensor:
-    """(heads or 1, rows, keys) booleans: which of its keys some rows of sequence `b` see."""
-    p = inputs.problem
-    seen = visible(p, rows, keys, queries)[None]
-    columns = torch.arange(keys, device=rows.device)
-    if inputs.prefix_lens is not None:
-        seen = seen | (columns < inputs.prefix_lens[b])
-    if inputs.document_ids is not None and keys:
-        ids, position = inputs.document_ids[b], rows + keys - queries
-        same = ids[position.clamp_min(0)][:, None] == ids[:keys]
+    """(heads or 1, rows, columns) booleans: which of its keys some rows of sequence `b` see.
+
+    `columns` are which of its `keys` are asked about.
+    """
+    p = problem
+    seen = visible(p, rows, keys, queries)[None, :, columns]
+    columns = torch.arange(keys, device=rows.device)[columns]
+    if masks.prefix_lens is not None:
+        seen = seen | (columns < masks.prefix_lens[b])
+    if masks.document_ids is not None and keys:
+        ids, position = masks.document_ids[b], rows + keys - queries
+        same = ids[position.clamp_min(0)][:, None] == ids[columns]
         seen = seen & same & (position >= 0)[:, None]
     if p.mask:
         head = torch.tensor(list(heads), dtype=torch.int32, device=rows.device)[:, None, None]
@@ -52,8 +63,8 @@ def seen_keys(
             "kv_idx": columns.int(),
         }
         seen = seen & in_torch(p.mask, values)
-    if inputs.block_mask is not None:
-        there, whole = _blocks_there(inputs, b, heads, rows, columns)
+    if masks.block_mask is not None:
+        there, whole = _blocks_there(p, masks.block_mask, b, heads, rows, columns, keys)
         seen = whole | (there & seen)
     return seen
 
@@ -64,19 +75,23 @@ def in_torch(rule: str, values: Values) -> torch.Tensor:
 
 
 def _blocks_there(
-    inputs: Inputs, b: int, heads: range, rows: torch.Tensor, columns: torch.Tensor
+    problem: Problem,
+    lists: BlockLists,
+    b: int,
+    heads: range,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(heads, rows, keys): whether a pair is in a listed block, and in one that is whole."""
-    p, lists = inputs.problem, inputs.block_mask
-    assert lists is not None
-    found = []
+    """(heads, rows, columns): whether a pair is in a listed block, and in one that is whole."""
+    p, found = problem, []
     for counts, indices in (lists[:2], lists[2:4]):
         there = torch.zeros(len(heads), len(rows), len(columns), dtype=torch.bool).to(rows.device)
         if counts is not None and indices is not None:
             of_rows, of_keys = rows // p.mask_block_q, columns // p.mask_block_k
             for n, head in enumerate(heads):
                 number, listed = (_of_head(each, b, head)[of_rows] for each in (counts, indices))
-                there[n] = _listed(number, listed, -(-len(columns) // p.mask_block_k))[:, of_keys]
+                there[n] = _listed(number, listed, -(-keys // p.mask_block_k))[:, of_keys]
         found.append(there)
     return found[0], found[1]
 

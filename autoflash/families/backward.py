@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from autoflash.config import Config, Knob
 from autoflash.families.family import Family
 from autoflash.gpu import Gpu
-from autoflash.problem import Problem, Variant
+from autoflash.problem import SWITCHES, Problem, Variant
 from autoflash.runtime.backward_validity import (
     backward_default,
     backward_refusal,
@@ -20,6 +20,7 @@ PARTS = (
     "shared/softcap.py.jinja",
     "shared/dropout.py.jinja",
     "prefill/modifiers.py.jinja",
+    "shared/masks.py.jinja",
     "prefill/packed.py.jinja",
     "backward/scores.py.jinja",
     "backward/statistics.py.jinja",
@@ -53,7 +54,8 @@ MAX_LIVE, MAX_LIVE_FMA = 192, 36
 
 
 def variant(problem: Problem) -> Variant:
-    return Variant("backward", "backward", **dict.fromkeys(problem.switches, True))
+    on = {name: True for name in problem.switches if name in SWITCHES}
+    return Variant("backward", "backward", mask=problem.mask, **on)
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:

@@ -4,7 +4,7 @@ from autoflash.config import Config
 from autoflash.families import backward
 from autoflash.families.family import Family
 from autoflash.gpu import Gpu
-from autoflash.problem import Problem, Variant
+from autoflash.problem import SWITCHES, Problem, Variant
 from autoflash.runtime.backward_validity import (
     backward_single_default,
     backward_single_refusal,
@@ -17,6 +17,7 @@ PARTS = (
     "shared/softcap.py.jinja",
     "shared/dropout.py.jinja",
     "prefill/modifiers.py.jinja",
+    "shared/masks.py.jinja",
     "prefill/packed.py.jinja",
     "backward/scores.py.jinja",
     "backward/statistics.py.jinja",
@@ -31,7 +32,8 @@ KNOBS = tuple(knob for knob in backward.KNOBS if not knob.name.startswith("Q_"))
 
 
 def variant(problem: Problem) -> Variant:
-    return Variant("backward_single", "backward", **dict.fromkeys(problem.switches, True))
+    on = {name: True for name in problem.switches if name in SWITCHES}
+    return Variant("backward_single", "backward", mask=problem.mask, **on)
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:

@@ -28,8 +28,9 @@ def backward_hopper_unsupported(problem: Problem, gpu: Any) -> str | None:
         return "packed sequences: the portable family's"
     if p.lengths != "equal":
         return "sequences of different lengths are not served"
-    if p.windowed or p.modifiers:
-        return f"{', '.join(['windows'] * p.windowed + [*p.modifiers])}: the portable family's"
+    if p.windowed or p.modifiers or p.masks:
+        names = (*["windows"] * p.windowed, *p.modifiers, *p.masks)
+        return f"{', '.join(names)}: the portable family's"
     if gpu.vendor != "nvidia" or gpu.capability != 90:
         return f"its products and barriers are of sm_90 alone, this is {gpu.arch}"
     if p.dtype not in ("bf16", "fp16"):

@@ -128,7 +128,7 @@ BACKWARD_WARPGROUP_DEFAULTS = {
     128: ((64, 64, 4, 2), (64, 64, 4, 2)),
     256: ((64, 64, 8, 2), (64, 64, 8, 2)),
 }
-# What changes scores takes registers, as do the masks of packed sequences.
+# What changes scores takes registers, as do the masks of packed sequences and those beyond windows.
 BACKWARD_CROWDED_WARPGROUP_DEFAULTS = {
     64: ((32, 64, 4, 2), (64, 64, 4, 2)),
     128: ((32, 64, 8, 2), (64, 64, 8, 2)),
@@ -216,9 +216,9 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
 
 
 def _backward_is_crowded(problem: Problem) -> bool:
-    """Whether what changes scores, or the masks of packed sequences, takes registers too."""
+    """Whether what changes scores, or masks but causal and windows, take registers too."""
     p = problem
-    return p.softcap or p.alibi or p.bias or p.dropout or p.varlen
+    return p.softcap or p.alibi or p.bias or p.dropout or p.varlen or bool(p.masks)
 
 
 def _backward_staged(values: tuple[int, ...], stages: int) -> tuple[int, ...]:

@@ -156,13 +156,14 @@ def prefill(
         refuse_arguments("prefill: with dropout", ("batch_invariant",), (batch_invariant or None,))
         modifiers = modifiers._replace(dropout_p=dropout_p, rng=rng)
     options = (causal, layout, softmax_scale, out, return_lse, check)
+    asks = asks_gradients(q, k, v, alibi_slopes, bias, sinks)
     if masked:
         refuse_arguments("prefill: with masks", ("batch_invariant",), (batch_invariant or None,))
         modifiers = with_masks(modifiers, *masks)
-        if not packed:
+        if not (packed or asks):
             return prefill_masked(q, k, v, modifiers, *options)
     packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
-    if packed and (masked or not asks_gradients(q, k, v, alibi_slopes, bias, sinks)):
+    if packed and (masked or not asks):
         if paged:
             kv_layout = identified_layout("prefill", kv_layout, k, True)
             pages = {"cache_seqlens": cache_seqlens, "block_table": block_table}
@@ -174,7 +175,7 @@ def prefill(
         *("prefill", causal, layout, return_lse, softmax_scale, softcap, *window, batch_invariant),
         *(out is None, alibi_slopes is None, bias is None, sinks is None, dropout_p),
     )
-    if asks_gradients(q, k, v, alibi_slopes, bias, sinks):
+    if asks:
         refuse_arguments("prefill: with gradients", ("out", "block_table"), (out, block_table))
         call = {**modifiers.of_prefill, "causal": causal, "softmax_scale": softmax_scale}
         call["batch_invariant"] = batch_invariant

@@ -144,7 +144,8 @@ def backward_plan(
     *arguments: Any,
 ) -> list[Any]:
     """The same for the gradients; `of_modifiers` are dbias, with four axes, and dsinks, or None."""
-    if problem.varlen or problem.windowed or problem.modifiers:
+    modified = problem.varlen or problem.windowed or problem.modifiers
+    if modified or problem.masked_by != NONE:
         return module.plan(modifiers, *of_modifiers, *arguments)
     return module.plan(*arguments)
 

@@ -190,7 +190,10 @@ def _called(
 def _refuse_traced_gradients(function: str, *tensors: torch.Tensor | None) -> None:
     asked = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     if asked and torch.is_grad_enabled():
-        raise ProblemError(f"{function}: there is no backward yet; call under torch.no_grad()")
+        raise ProblemError(
+            f"{function}: there is no backward yet of such a call in a graph;"
+            " call under torch.no_grad()"
+        )
 
 
 def _tensors_and_numbers(*scales: Scale | None) -> tuple[Any, ...]:
@@ -238,6 +241,8 @@ def _kernels(
 
     def run_masked(q: Any, k: Any, v: Any, *options: Any, out: Any = None) -> Any:
         given = _with_window(MASKS_LEFT_OUT | dict(zip(MASKS_LEFT_OUT, options)))
+        modifiers = (given[name] for name in ("alibi_slopes", "bias", "sinks"))
+        _refuse_traced_gradients("prefill", q, k, v, *modifiers)
         *lists, rows, columns = (given.pop(name) for name in FLAT_MASKS[:6])
         blocks = None if lists[0] is None else BlockLists(*lists, BLOCK_SIZE=(rows, columns))
         return prefill(q, k, v, block_mask=blocks, out=out, return_lse=True, **given)

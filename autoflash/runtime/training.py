@@ -21,6 +21,9 @@ from .served import launch_again, launch_first, launch_plan, served_before, work
 from .tally import count_call
 
 Attention = Callable[..., Any]  # q, k, v, bias and sinks to (out, lse)
+# What a modifier has of tensors, but for a bias and sinks, which have gradients.
+SAVED_MODIFIERS = ("alibi_slopes", "rng", "cu_seqlens_q", "cu_seqlens_k")
+WITHOUT_TENSORS = dict.fromkeys(("bias", "sinks", *SAVED_MODIFIERS))
 
 
 class Training(NamedTuple):
@@ -56,7 +59,8 @@ def prefill_with_gradients(
     """
     refuse_slopes(modifiers.alibi_slopes)
     training = training_of(q, k, v, causal, layout, modifiers, softmax_scale, deterministic)
-    return DifferentiablePrefill.apply(q, k, v, *modifiers.tensors, attention, training)
+    differentiated = (q, k, v, modifiers.bias, modifiers.sinks)
+    return DifferentiablePrefill.apply(*differentiated, modifiers, attention, training)
 
 
 def refuse_slopes(slopes: torch.Tensor | None) -> None:
@@ -83,10 +87,7 @@ def training_of(
     if reason:
         raise ProblemError(f"prefill: no gradient: {reason}; call under torch.no_grad()")
     scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
-    numbers = modifiers._replace(
-        alibi_slopes=None, bias=None, sinks=None, rng=None, cu_seqlens_q=None, cu_seqlens_k=None
-    )
-    return Training(problem, scale, numbers)
+    return Training(problem, scale, modifiers._replace(**WITHOUT_TENSORS))
 
 
 class DifferentiablePrefill(torch.autograd.Function):
@@ -98,18 +99,15 @@ class DifferentiablePrefill(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        alibi_slopes: torch.Tensor | None,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
-        rng: torch.Tensor | None,
-        cu_seqlens_q: torch.Tensor | None,
-        cu_seqlens_k: torch.Tensor | None,
+        modifiers: Modifiers,
         attention: Attention,
         training: Training,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = attention(q, k, v)
-        of_modifiers = (alibi_slopes, bias, sinks, rng, cu_seqlens_q, cu_seqlens_k)
-        ctx.save_for_backward(q, k, v, out, lse, *of_modifiers)
+        saved = (getattr(modifiers, name) for name in SAVED_MODIFIERS)
+        ctx.save_for_backward(q, k, v, out, lse, bias, sinks, *saved)
         ctx.training = training
         ctx.set_materialize_grads(False)
         return out, lse
@@ -119,22 +117,16 @@ class DifferentiablePrefill(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         dout, dlse = grad_outputs
         if dout is None and dlse is None:
-            return (None,) * 11
-        q, k, v, out, lse, slopes, bias, sinks, rng, *ends = ctx.saved_tensors
-        modifiers = ctx.training.numbers._replace(
-            alibi_slopes=slopes,
-            bias=bias,
-            sinks=sinks,
-            rng=rng,
-            cu_seqlens_q=ends[0],
-            cu_seqlens_k=ends[1],
-        )
+            return (None,) * 8
+        q, k, v, out, lse, bias, sinks, *saved = ctx.saved_tensors
+        of_modifiers = dict(zip(SAVED_MODIFIERS, saved), bias=bias, sinks=sinks)
+        modifiers = ctx.training.numbers._replace(**of_modifiers)
         # nothing is computed for a bias or sinks of which nobody asks a gradient
-        dbias = bias.new_empty(bias.shape) if ctx.needs_input_grad[4] else None
-        dsinks = sinks.new_empty(sinks.shape) if ctx.needs_input_grad[5] else None
+        dbias = bias.new_empty(bias.shape) if ctx.needs_input_grad[3] else None
+        dsinks = sinks.new_empty(sinks.shape) if ctx.needs_input_grad[4] else None
         given = (q, k, v, out, lse, dout, dlse)
         gradients = prefill_gradients(ctx.training, modifiers, dbias, dsinks, *given)
-        return *gradients, None, dbias, dsinks, None, None, None, None, None
+        return *gradients, dbias, dsinks, None, None, None
 
 
 def prefill_gradients(

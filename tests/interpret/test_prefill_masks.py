@@ -61,8 +61,9 @@ def seen(inputs: Inputs) -> torch.Tensor:
     """(batch, heads, rows, keys): what each row sees."""
     p = inputs.problem
     rows, heads = torch.arange(p.seqlen_q), range(p.num_heads)
+    masks, sizes = inputs.modifiers.masks, (p.seqlen_k, p.seqlen_q)
     every = [
-        seen_keys(inputs, b, heads, rows, p.seqlen_k, p.seqlen_q).expand(p.num_heads, -1, -1)
+        seen_keys(p, masks, b, heads, rows, *sizes).expand(p.num_heads, -1, -1)
         for b in range(p.batch)
     ]
     return torch.stack(every)

@@ -58,11 +58,12 @@ def test_flex_attention_is_given_the_mask_of_the_problem(monkeypatch, problem):
             continue
         # uncompiled it asks the rule alone, which compiled it asks in blocks that are seen in part
         given = peers.block_mask_of(one)
-        there = seen_keys(replace(one, problem=replace(exact, mask="", causal=False)), *EVERY)
+        masks, blocks_alone = one.modifiers.masks, replace(exact, mask="", causal=False)
+        there = seen_keys(blocks_alone, masks, *EVERY)
         blocks = given.to_dense().repeat_interleave(128, 2).repeat_interleave(128, 3)
         assert torch.equal(blocks[0].bool(), there)
         ruled = replace(exact, masked_by="", density=0, mask_block_q=0, mask_block_k=0)
-        seen = seen_keys(replace(one, problem=ruled, block_mask=None), *EVERY)
+        seen = seen_keys(ruled, masks._replace(block_mask=None), *EVERY)
         i, j = torch.arange(384)[:, None], torch.arange(384)
         assert torch.equal(given.mask_mod(0, 0, i, j).expand(384, 384), seen[0])
 

@@ -75,8 +75,9 @@ EVERYTHING = {"window_left": 1, "window_right": 0, "softcap": True, "sinks": Tru
         ({"bias": True, "batch": 2, "causal": False}, (2, 1, 1, 5)),
         ({**EVERYTHING, "alibi": True, "layout": "thd", "batch": 3}, None),
         ({**EVERYTHING, "bias": True, "dropout": True}, None),
+        ({"mask": "(q_idx + kv_idx + h) % 3 != 1", "sinks": True, "causal": False}, None),
     ],
-    ids=["capped", "everything", "a bias of queries", "a bias of keys", "packed", "dropout"],
+    ids=["capped", "everything", "bias of queries", "bias of keys", "packed", "dropout", "rule"],
 )
 def test_modifiers_are_differentiated_and_their_own_gradients_are_derivatives(changed, bias):
     fields = {"dtype": "fp32", "batch": 1, "num_heads": 2, "num_kv_heads": 1, **changed}

@@ -40,7 +40,8 @@ def test_pairs_of_documents_and_prefixes_are_those_of_the_reference(
     fields = {"masked_by": masked_by, "density": density, "seqlen_q": seqlen_q}
     problem = replace(PREFILL, batch=1, causal=causal, **fields)
     rows = torch.arange(seqlen_q)
-    seen = seen_keys(make_inputs(problem), 0, range(1), rows, problem.seqlen_k, seqlen_q)
+    masks = make_inputs(problem).modifiers.masks
+    seen = seen_keys(problem, masks, 0, range(1), rows, problem.seqlen_k, seqlen_q)
     assert visible_pairs(problem) == int(seen.sum())
 
 

@@ -1,0 +1,59 @@
+"""The portable backwards in the interpreter under masks beyond windows."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_backward import config, every_way, problem, single
+from test_backward_modifiers import assert_right, run
+
+from autoflash.accuracy import GradientBudget
+from autoflash.config import Config
+from autoflash.inputs import make_inputs
+
+# numpy warns of exponentials of scores that the mask hides, and of what comes of them
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in"),
+]
+
+# floors negative numbers, and knows heads and sequences apart
+RULE = "(q_idx - kv_idx) // 8 % 3 != 1 and not (h == 1 and b == 1) or abs(q_idx - kv_idx) < h + 3"
+HIDING = "(b + h) % 2 == 0 and (kv_idx >= 70 or q_idx < 9)"  # whole tiles, rows and heads
+
+
+@every_way
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mask": RULE},
+        {"mask": HIDING, "causal": False, "layout": "bhsd", "sinks": True},
+        {"mask": RULE, "window_left": 33, "softcap": True, "bias": True, "dtype": "bf16"},
+        {"mask": HIDING, "causal": False, "window_left": 60, "window_right": 9, "alibi": True},
+    ],
+    ids=["causal", "hides whole heads", "window, bias", "window, alibi"],
+)
+def test_gradients_under_a_rule_are_right(fields: dict[str, Any], way: Config) -> None:
+    """Rows without a visible key, keys that no row sees, several sequences and heads."""
+    for lengths in ((70, 97), (97, 40)):
+        assert_right(make_inputs(problem(*lengths, batch=2, **fields), wide_rows=1), way)
+
+
+def test_a_rule_is_felt() -> None:
+    """What is found right are not the gradients without it."""
+    plain = make_inputs(problem(70, 97))
+    ruled = replace(plain.problem, mask=RULE)
+    for way in (config(), single()):
+        found, _ = run(make_inputs(ruled), way)
+        assert not GradientBudget(plain).judge(found).correct
+
+
+def test_rows_and_keys_that_a_rule_hides_have_no_gradients() -> None:
+    made = make_inputs(problem(40, 97, mask="kv_idx < 60 and q_idx % 2 == 0", causal=False))
+    for way in (config(), single()):
+        gradients, _ = assert_right(made, way)
+        assert (gradients.dq[:, 1::2] == 0).all() and (gradients.dq[:, ::2] != 0).any()
+        assert (gradients.dk[:, 60:] == 0).all() and (gradients.dv[:, 60:] == 0).all()
+        assert torch.isfinite(gradients.dk).all()

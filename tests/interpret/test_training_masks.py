@@ -1,0 +1,60 @@
+"""prefill() of an exported module with gradients under masks beyond windows."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from exported_calls import load_module
+from making import backward_of, prefill_of, winner_of
+from test_training import CAUSAL, leaves, with_modifiers
+
+from autoflash.accuracy import GradientBudget
+from autoflash.export import export
+from autoflash.inputs import Inputs, make_inputs
+
+RULE = "(q_idx - kv_idx) % 3 != 1 or h == 1"
+MASKS: dict[str, dict[str, Any]] = {"rule": {"mask": RULE}}
+
+# numpy warns of the -inf that the lse of a row without a visible key is
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    path: Path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
+    tuned = [make(**mask) for mask in MASKS.values() for make in (prefill_of, backward_of)]
+    path.write_text(export([winner_of(p) for p in tuned]).text)
+    return load_module(path)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_gradients_under_a_mask_are_those_of_the_reference(module: Any, mask: dict) -> None:
+    """Twice: the second call is launched by the recipe of the first, of other tensors."""
+    problem = replace(CAUSAL, **mask)
+    for seed in (0, 1):
+        inputs = make_inputs(problem, seed, wide_rows=1)
+        verdict = GradientBudget(inputs).judge(*with_modifiers(module, inputs))
+        assert verdict.correct, verdict.reason
+
+
+def call(module: Any, inputs: Inputs, **changed: Any) -> Any:
+    given = inputs.modifiers._replace(density=None).of_prefill
+    return module.prefill(*leaves(inputs), **{**given, "window": (-1, -1), **changed}, causal=True)
+
+
+def test_masks_without_gradients_are_refused_by_name(module: Any) -> None:
+    inputs = make_inputs(replace(CAUSAL, mask=RULE))
+    with pytest.raises(module.ProblemError, match=r"backward: no kernels for causal with .*: none"):
+        out = call(module, inputs, mask="kv_idx % 2 == 0")
+        torch.autograd.grad(out, leaves(inputs), inputs.dout)
+    compiled = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="there is no backward yet of such a call in a graph"):
+        compiled(*leaves(inputs), causal=True, mask=RULE)
+    ends = torch.tensor([0, 20], dtype=torch.int32)
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 20, "max_seqlen_k": 20}
+    q, k, v = (t[0, :20].detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    with pytest.raises(module.ProblemError, match="q requires grad and there is no backward yet"):
+        module.prefill(q, k, v, causal=True, mask=RULE, **packed)
