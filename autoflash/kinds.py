@@ -9,7 +9,7 @@ from autoflash.check import MIXED, NARROW
 from autoflash.families import sample
 from autoflash.problem import Problem
 from autoflash.runtime.problem import DTYPE_BYTES as DTYPES
-from autoflash.runtime.problem import KV_SCALES, NONE, QUANTISED_BYTES
+from autoflash.runtime.problem import KV_SCALES, QUANTISED_BYTES
 
 HEAD_DIMS = (16, 40, 64, 80, 96, 128, 160, 192, 256)
 RATIOS = ((28, 4), (6, 1), (15, 5), (71, 1), (4, 4))  # query heads and KV heads
@@ -31,7 +31,9 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
     The small list has each switch once, and each type.
     """
     if op == "backward":
-        served = [k for k in kinds_of("prefill", small) if not k.paged and k.masked_by == NONE]
+        others = ("blocks", "documents")
+        served = [k for k in kinds_of("prefill", small) if not k.paged]
+        served = [kind for kind in served if kind.masked_by not in others]
         served = [kind for kind in served if not ((kind.bias or kind.masks) and kind.varlen)]
         served = [kind for kind in served if kind.head_dim_v == kind.head_dim]
         served += [like(sample("prefill"), head_dim=16, num_heads=2, mask=RULE)] if small else []

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from test_backward import config, every_way, problem, single
-from test_backward_modifiers import assert_right, run
+from test_backward_modifiers import assert_right, changed, run
 
 from autoflash.accuracy import GradientBudget
 from autoflash.config import Config
@@ -41,12 +41,40 @@ def test_gradients_under_a_rule_are_right(fields: dict[str, Any], way: Config) -
         assert_right(make_inputs(problem(*lengths, batch=2, **fields), wide_rows=1), way)
 
 
-def test_a_rule_is_felt() -> None:
+PREFIX = {"masked_by": "prefix", "density": 40}
+
+
+@every_way
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"density": 20, "sinks": True},
+        {"density": 100, "softcap": True, "bias": True, "dtype": "bf16"},
+        {"mask": RULE, "alibi": True, "layout": "bhsd"},
+    ],
+    ids=["sinks", "all keys, bias", "rule, alibi"],
+)
+def test_gradients_under_a_prefix_are_right(fields: dict[str, Any], way: Config) -> None:
+    """Whole tiles of a prefix, one that ends within a tile, and rows before all keys."""
+    for lengths in ((150, 170), (97, 40)):
+        assert_right(make_inputs(problem(*lengths, batch=2, **PREFIX | fields), wide_rows=1), way)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 31, 32, 33, 64, 65, 129, 500])
+def test_a_prefix_may_end_anywhere(prefix: int) -> None:
+    made = make_inputs(problem(65, 129, num_heads=1, **PREFIX))
+    inputs = changed(made, prefix_lens=torch.tensor([prefix], dtype=torch.int32))
+    for way in (config(), single()):
+        assert_right(inputs, way)
+
+
+@pytest.mark.parametrize("mask", [{"mask": RULE}, PREFIX], ids=["rule", "prefix"])
+def test_a_mask_is_felt(mask: dict[str, Any]) -> None:
     """What is found right are not the gradients without it."""
     plain = make_inputs(problem(70, 97))
-    ruled = replace(plain.problem, mask=RULE)
+    masked = replace(plain.problem, **mask)
     for way in (config(), single()):
-        found, _ = run(make_inputs(ruled), way)
+        found, _ = run(make_inputs(masked), way)
         assert not GradientBudget(plain).judge(found).correct
 
 

@@ -16,7 +16,10 @@ from autoflash.export import export
 from autoflash.inputs import Inputs, make_inputs
 
 RULE = "(q_idx - kv_idx) % 3 != 1 or h == 1"
-MASKS: dict[str, dict[str, Any]] = {"rule": {"mask": RULE}}
+MASKS: dict[str, dict[str, Any]] = {
+    "rule": {"mask": RULE},
+    "prefix": {"masked_by": "prefix", "density": 30},
+}
 
 # numpy warns of the -inf that the lse of a row without a visible key is
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")

@@ -76,8 +76,12 @@ EVERYTHING = {"window_left": 1, "window_right": 0, "softcap": True, "sinks": Tru
         ({**EVERYTHING, "alibi": True, "layout": "thd", "batch": 3}, None),
         ({**EVERYTHING, "bias": True, "dropout": True}, None),
         ({"mask": "(q_idx + kv_idx + h) % 3 != 1", "sinks": True, "causal": False}, None),
+        ({"masked_by": "prefix", "density": 60, "bias": True}, None),
     ],
-    ids=["capped", "everything", "bias of queries", "bias of keys", "packed", "dropout", "rule"],
+    ids=[
+        *("capped", "everything", "bias of queries", "bias of keys"),
+        *("packed", "dropout", "rule", "prefix"),
+    ],
 )
 def test_modifiers_are_differentiated_and_their_own_gradients_are_derivatives(changed, bias):
     fields = {"dtype": "fp32", "batch": 1, "num_heads": 2, "num_kv_heads": 1, **changed}
