@@ -30,6 +30,7 @@ PARTS = (
     "backward/queries.py.jinja",
     "backward/bias.py.jinja",
     "backward/sinks.py.jinja",
+    "backward/documents.py.jinja",
     "backward/plan.py.jinja",
 )
 

@@ -26,6 +26,7 @@ PARTS = (
     "backward/convert.py.jinja",
     "backward/bias.py.jinja",
     "backward/sinks.py.jinja",
+    "backward/documents.py.jinja",
     "backward/plan.py.jinja",
 )
 KNOBS = tuple(knob for knob in backward.KNOBS if not knob.name.startswith("Q_"))

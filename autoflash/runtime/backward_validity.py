@@ -108,6 +108,8 @@ def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int
         ds_tile *= 2
     if problem.dropout:
         ds_tile += own * step
+    if problem.masked_by == "documents":  # ids are fetched ahead as tiles are
+        ds_tile += 4 * stages * step
     if gpu.vendor == "amd":
         coming = step_tiles * (stages - 1) if stages > 1 else step_tiles // 2
         return max(own_tiles // 2, coming) + ds_tile

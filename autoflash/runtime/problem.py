@@ -273,7 +273,7 @@ def problem_error(p: Problem) -> str | None:
 def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
     given = " and ".join(p.masks)
-    if given and p.op == "backward" and (p.masked_by in ("blocks", "documents") or p.varlen):
+    if given and p.op == "backward" and (p.masked_by == "blocks" or p.varlen):
         where = " of packed sequences" if p.varlen else ""
         return f"{given}: there is no backward{where} under such masks yet"
     if p.masked_by != NONE and p.op == "decode":

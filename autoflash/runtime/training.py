@@ -22,7 +22,10 @@ from .tally import count_call
 
 Attention = Callable[..., Any]  # q, k, v, bias and sinks to (out, lse)
 # What a modifier has of tensors, but for a bias and sinks, which have gradients.
-SAVED_MODIFIERS = ("alibi_slopes", "rng", "cu_seqlens_q", "cu_seqlens_k", "prefix_lens")
+SAVED_MODIFIERS = (
+    *("alibi_slopes", "rng", "cu_seqlens_q", "cu_seqlens_k"),
+    *("document_ids", "prefix_lens"),
+)
 WITHOUT_TENSORS = dict.fromkeys(("bias", "sinks", *SAVED_MODIFIERS))
 
 

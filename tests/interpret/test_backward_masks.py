@@ -68,7 +68,66 @@ def test_a_prefix_may_end_anywhere(prefix: int) -> None:
         assert_right(inputs, way)
 
 
-@pytest.mark.parametrize("mask", [{"mask": RULE}, PREFIX], ids=["rule", "prefix"])
+DOCUMENTS = {"masked_by": "documents", "density": 30}
+
+
+@every_way
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"causal": False, "sinks": True, "layout": "bhsd"},
+        {"window_left": 33, "softcap": True, "bias": True, "dtype": "bf16"},
+        {"mask": RULE, "causal": False, "density": 100, "alibi": True},
+        {"mask": HIDING, "window_left": 60},
+    ],
+    ids=["causal", "full, sinks", "window, bias", "rule, alibi", "rule in a window"],
+)
+def test_gradients_under_documents_are_right(fields: dict[str, Any], way: Config) -> None:
+    """Documents that hold whole tiles and that end in one, and rows before all keys."""
+    for lengths in ((170, 170), (40, 97), (97, 40)):
+        assert_right(
+            make_inputs(problem(*lengths, batch=2, **DOCUMENTS | fields), wide_rows=1), way
+        )
+
+
+@every_way
+def test_documents_in_any_order_are_right(way: Config) -> None:
+    """Some come twice, some between others; ids are any numbers."""
+    lowest, highest = -(2**31), 2**31 - 1
+    ids = torch.tensor([5, 5, lowest, 7, 5, highest, 7, 7, lowest, 0]).repeat_interleave(17)[:150]
+    for fields in ({"causal": False}, {"bias": True}):
+        made = make_inputs(problem(130, 150, num_heads=1, **DOCUMENTS | fields))
+        assert_right(changed(made, document_ids=ids[None].int()), way)
+
+
+@every_way
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_tiles_of_other_documents_are_skipped_and_not_masked(causal: bool, way: Config) -> None:
+    """No numbers in the second document, which begins with a tile, change no bit of the first."""
+    fields = {"causal": causal, "bias": True, **DOCUMENTS}
+    made = make_inputs(problem(128, 128, num_heads=1, **fields))
+    inputs = changed(made, document_ids=(torch.arange(128) // 64)[None].int())
+    noise = {}
+    for name in ("q", "k", "v", "out", "dout"):
+        noise[name] = getattr(inputs, name).clone()
+        noise[name][:, 64:] = float("nan")
+    expected, found = run(inputs, way), run(replace(inputs, **noise), way)
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert torch.equal(one[:, :64], other[:, :64])
+    assert found[1].dbias is not None and expected[1].dbias is not None
+    assert torch.equal(found[1].dbias[..., :64, :64], expected[1].dbias[..., :64, :64])
+    assert (found[1].dbias[..., :64, 64:] == 0).all()
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "rule": {"mask": RULE},
+    "prefix": PREFIX,
+    "documents": DOCUMENTS,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_mask_is_felt(mask: dict[str, Any]) -> None:
     """What is found right are not the gradients without it."""
     plain = make_inputs(problem(70, 97))

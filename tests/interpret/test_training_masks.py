@@ -19,6 +19,7 @@ RULE = "(q_idx - kv_idx) % 3 != 1 or h == 1"
 MASKS: dict[str, dict[str, Any]] = {
     "rule": {"mask": RULE},
     "prefix": {"masked_by": "prefix", "density": 30},
+    "documents": {"masked_by": "documents", "density": 40},
 }
 
 # numpy warns of the -inf that the lse of a row without a visible key is
