@@ -31,7 +31,7 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
     The small list has each switch once, and each type.
     """
     if op == "backward":
-        served = [k for k in kinds_of("prefill", small) if not k.paged and k.masked_by != "blocks"]
+        served = [kind for kind in kinds_of("prefill", small) if not kind.paged]
         served = [kind for kind in served if not ((kind.bias or kind.masks) and kind.varlen)]
         served = [kind for kind in served if kind.head_dim_v == kind.head_dim]
         served += [like(sample("prefill"), head_dim=16, num_heads=2, mask=RULE)] if small else []

@@ -153,7 +153,12 @@ class Variant:
     @property
     def first_in_part(self) -> str:
         """The first key of the tiles that rows may see in part."""
-        return "0" if self.mask else "full"
+        return "0" if self.mask or self.blocks else "full"
+
+    @property
+    def steps_that_hide(self) -> str:
+        """In which steps of a backward kernel something may be hidden beside what is not there."""
+        return "RULED" if self.blocks else "EDGE"
 
     @property
     def head_of_rule(self) -> str:

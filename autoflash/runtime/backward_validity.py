@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from .problem import Problem
@@ -37,9 +38,8 @@ def backward_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> st
     reason = backward_unsupported(problem, gpu)
     if reason:
         return reason
-    return _backward_load_refusal(knobs, gpu) or _backward_smem_refusal(
-        backward_smem_bytes(problem, knobs, gpu), gpu
-    )
+    wrong = _backward_load_refusal(knobs, gpu) or _backward_blocks_refusal(problem, knobs)
+    return wrong or _backward_smem_refusal(backward_smem_bytes(problem, knobs, gpu), gpu)
 
 
 def backward_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> dict[str, int]:
@@ -64,7 +64,8 @@ def backward_single_refusal(problem: Problem, knobs: Mapping[str, Any], gpu: Any
     reason = backward_single_unsupported(problem, gpu)
     if reason:
         return reason
-    return _backward_load_refusal(knobs, gpu) or _backward_smem_refusal(
+    wrong = _backward_load_refusal(knobs, gpu) or _backward_blocks_refusal(problem, knobs)
+    return wrong or _backward_smem_refusal(
         {"the pass": backward_single_smem_bytes(problem, knobs, gpu)}, gpu
     )
 
@@ -80,6 +81,16 @@ def backward_single_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: 
 def _backward_load_refusal(knobs: Mapping[str, Any], gpu: Any) -> str | None:
     if knobs["LOAD"] == "descriptor" and gpu.capability < 90:
         return f"tensor descriptors need sm_90, this is {gpu.arch}"
+    return None
+
+
+def _backward_blocks_refusal(problem: Problem, knobs: Mapping[str, Any]) -> str | None:
+    if problem.masked_by != "blocks":
+        return None
+    for axis, size in (("M", problem.mask_block_q), ("N", problem.mask_block_k)):
+        for name in (f"KV_BLOCK_{axis}", f"Q_BLOCK_{axis}"):
+            if name in knobs and size % knobs[name]:
+                return f"{name} {knobs[name]} does not divide the mask's blocks of {size}"
     return None
 
 
@@ -185,7 +196,7 @@ def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     elif problem.dropout and load == "descriptor":
         by_preference = [(_backward_staged(kv, 2), q) for kv, q in by_preference]
     choices: list[dict[str, int | str]] = [
-        {**_backward_knobs("KV", kv), **_backward_knobs("Q", q), "LOAD": load}
+        {**_backward_knobs(problem, "KV", kv), **_backward_knobs(problem, "Q", q), "LOAD": load}
         for kv, q in by_preference
     ]
     valid = (knobs for knobs in choices if backward_refusal(problem, knobs, gpu) is None)
@@ -212,7 +223,7 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_preference = [_backward_staged(each, 1) for each in by_preference]
     elif problem.dropout and load == "descriptor":
         by_preference = [_backward_staged(each, 2) for each in by_preference]
-    choices = [{**_backward_knobs("KV", values), "LOAD": load} for values in by_preference]
+    choices = [{**_backward_knobs(problem, "KV", each), "LOAD": load} for each in by_preference]
     valid = (knobs for knobs in choices if backward_single_refusal(problem, knobs, gpu) is None)
     return next(valid, choices[-1])
 
@@ -232,8 +243,13 @@ def _backward_staged(values: tuple[int, ...], stages: int) -> tuple[int, ...]:
     return (*values[:3], stages)
 
 
-def _backward_knobs(part: str, values: tuple[int, ...]) -> dict[str, int | str]:
+def _backward_knobs(problem: Problem, part: str, values: tuple[int, ...]) -> dict[str, int | str]:
+    """The knobs of a part; tiles are smaller where they do not divide the blocks of a mask."""
     names = ("BLOCK_M", "BLOCK_N", "WARPS", "STAGES")
+    if problem.masked_by == "blocks":
+        block_m, block_n, *rest = values
+        tile = (gcd(block_m, problem.mask_block_q), gcd(block_n, problem.mask_block_k))
+        values = (*tile, *rest)
     return {f"{part}_{name}": value for name, value in zip(names, values)}
 
 

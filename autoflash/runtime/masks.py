@@ -10,12 +10,22 @@ from .mask_rule import normal_rule
 from .problem import UNTOLD_DENSITY, Problem, ProblemError
 
 
+class QueryLists(NamedTuple):
+    """The blocks of queries for each block of keys, named and made as in torch's BlockMask."""
+
+    q_num_blocks: torch.Tensor | None
+    q_indices: torch.Tensor | None
+    full_q_num_blocks: torch.Tensor | None
+    full_q_indices: torch.Tensor | None
+
+
 class BlockLists(NamedTuple):
     """The blocks of keys for each block of queries, named as in torch's BlockMask, which does too.
 
     The numbers are int32 (batch, num_heads, rows), the indices int32 (batch, num_heads, rows,
     columns), of which the first so many count; batch and num_heads may be 1. Full blocks are seen
-    whole. BLOCK_SIZE is in queries and keys.
+    whole. BLOCK_SIZE is in queries and keys. `queries`, the same by blocks of keys, are for a
+    backward.
     """
 
     kv_num_blocks: torch.Tensor
@@ -24,10 +34,15 @@ class BlockLists(NamedTuple):
     full_kv_indices: torch.Tensor | None
     BLOCK_SIZE: tuple[int, int]
     mask_mod: Any = None
+    queries: QueryLists | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return tuple(self[:4])
+
+    @property
+    def query_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return () if self.queries is None else tuple(self.queries)
 
     @property
     def rule(self) -> str:
@@ -52,9 +67,11 @@ class Masks(NamedTuple):
 def block_lists(block_mask: Any) -> BlockLists:
     """What of a BlockMask is used. Raises ProblemError for what is none."""
     try:
-        return BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields))
+        lists = BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields[:6]))
     except AttributeError as error:
         raise ProblemError(f"prefill: block_mask is no BlockMask: {error}") from None
+    own = [getattr(block_mask, name, None) for name in QueryLists._fields]
+    return lists._replace(queries=QueryLists(*own))
 
 
 FLAT_MASKS = (  # as operators take them
@@ -123,11 +140,14 @@ def rule_of(function: str, mask: str | None) -> str:
 def expanded_lists(problem: Problem, lists: BlockLists) -> BlockLists:
     """The same with a stride for every sequence and head."""
     heads = (problem.batch, problem.num_heads)
-    counts, indices, full_counts, full_indices = (
-        None if each is None else each.expand(*heads, *each.shape[2:]) for each in lists[:4]
-    )
-    assert counts is not None and indices is not None
-    return BlockLists(counts, indices, full_counts, full_indices, lists.BLOCK_SIZE)
+
+    def of_heads(*tensors: torch.Tensor | None) -> list[Any]:
+        return [None if each is None else each.expand(*heads, *each.shape[2:]) for each in tensors]
+
+    whole = BlockLists(*of_heads(*lists.tensors), BLOCK_SIZE=lists.BLOCK_SIZE)
+    if lists.queries is None:
+        return whole
+    return whole._replace(queries=QueryLists(*of_heads(*lists.queries)))
 
 
 def check_lists(problem: Problem, lists: BlockLists) -> None:

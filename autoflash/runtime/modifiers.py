@@ -10,6 +10,7 @@ import torch
 from .dropping import check_dropout, whole_probability
 from .masks import BlockLists, Masks, expanded_lists
 from .problem import CHOSEN, NONE, Problem, ProblemError
+from .transposed import with_query_lists
 
 BIAS_STEP_LIMIT = 2**23  # elements: within a prefill's tile of 128 by 128 offsets are of 32 bits
 MODIFIER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,6 +62,11 @@ class Modifiers(NamedTuple):
             plain += (self.cache_seqlens, self.block_table)  # which have their place, given or not
         blocks = () if self.block_mask is None else self.block_mask.tensors
         return (*plain, *blocks, self.document_ids, self.prefix_lens)
+
+    @property
+    def query_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Those that a backward's launch names too."""
+        return () if self.block_mask is None else self.block_mask.query_tensors
 
 
 NO_MODIFIERS = Modifiers()
@@ -118,7 +124,9 @@ def modifiers_of(problem: Problem, given: Modifiers) -> Modifiers:
     if bias is not None:
         bias = bias.expand(p.batch, p.num_heads, p.seqlen_q, _keys_of_bias(p, bias))
     if blocks is not None:
-        blocks = expanded_lists(p, blocks)
+        alone = blocks._replace(queries=None)
+        listed = with_query_lists(p, blocks) if p.op == "backward" else alone
+        blocks = expanded_lists(p, listed)
     whole = {"alibi_slopes": slopes, "bias": bias, "block_mask": blocks}
     return given._replace(window=p.window, dropout_p=whole_probability(given.dropout_p), **whole)
 

@@ -13,12 +13,14 @@ from torch.autograd.function import once_differentiable
 from .arguments import prefill_problem, scale_or_default
 from .backward_validity import backward_unsupported
 from .installed import device_for, installed, tally_for
+from .masks import BlockLists, QueryLists
 from .modifiers import Modifiers, backward_plan, modifiers_of
 from .packed import size_class
 from .problem import Problem, ProblemError
 from .recipe import form_of
 from .served import launch_again, launch_first, launch_plan, served_before, workspaces_on
 from .tally import count_call
+from .transposed import with_query_lists
 
 Attention = Callable[..., Any]  # q, k, v, bias and sinks to (out, lse)
 # What a modifier has of tensors, but for a bias and sinks, which have gradients.
@@ -26,7 +28,7 @@ SAVED_MODIFIERS = (
     *("alibi_slopes", "rng", "cu_seqlens_q", "cu_seqlens_k"),
     *("document_ids", "prefix_lens"),
 )
-WITHOUT_TENSORS = dict.fromkeys(("bias", "sinks", *SAVED_MODIFIERS))
+WITHOUT_TENSORS = dict.fromkeys(("bias", "sinks", "block_mask", *SAVED_MODIFIERS))
 
 
 class Training(NamedTuple):
@@ -62,6 +64,9 @@ def prefill_with_gradients(
     """
     refuse_slopes(modifiers.alibi_slopes)
     training = training_of(q, k, v, causal, layout, modifiers, softmax_scale, deterministic)
+    if modifiers.block_mask is not None:
+        listed = with_query_lists(training.problem, modifiers.block_mask)
+        modifiers = modifiers._replace(block_mask=listed)
     differentiated = (q, k, v, modifiers.bias, modifiers.sinks)
     return DifferentiablePrefill.apply(*differentiated, modifiers, attention, training)
 
@@ -109,7 +114,10 @@ class DifferentiablePrefill(torch.autograd.Function):
         training: Training,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = attention(q, k, v)
-        saved = (getattr(modifiers, name) for name in SAVED_MODIFIERS)
+        saved = [getattr(modifiers, name) for name in SAVED_MODIFIERS]
+        lists = modifiers.block_mask
+        if lists is not None:
+            saved += [*lists.tensors, *lists.query_tensors]
         ctx.save_for_backward(q, k, v, out, lse, bias, sinks, *saved)
         ctx.training = training
         ctx.set_materialize_grads(False)
@@ -123,6 +131,10 @@ class DifferentiablePrefill(torch.autograd.Function):
             return (None,) * 8
         q, k, v, out, lse, bias, sinks, *saved = ctx.saved_tensors
         of_modifiers = dict(zip(SAVED_MODIFIERS, saved), bias=bias, sinks=sinks)
+        if lists := saved[len(SAVED_MODIFIERS) :]:
+            p = ctx.training.problem
+            sizes, queries = (p.mask_block_q, p.mask_block_k), QueryLists(*lists[4:])
+            of_modifiers["block_mask"] = BlockLists(*lists[:4], BLOCK_SIZE=sizes, queries=queries)
         modifiers = ctx.training.numbers._replace(**of_modifiers)
         # nothing is computed for a bias or sinks of which nobody asks a gradient
         dbias = bias.new_empty(bias.shape) if ctx.needs_input_grad[3] else None
@@ -169,14 +181,14 @@ def prefill_gradients(
         count_call(tally)
         return gradients
     gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    beside = (dbias, dsinks, *modifiers.tensors)
+    beside = (dbias, dsinks, *modifiers.tensors, *modifiers.query_tensors)
     form = ("backward", problem, scale, numbers, *map(form_of, (*given, *beside)))
     served = served_before(form)
     if served is not None:
         launch_again(served, (*given, *gradients, *beside))
         return gradients
     tally, device = tally_for(problem, q)
-    tensors = (*given, *gradients, *of_modifiers, *whole.tensors)
+    tensors = (*given, *gradients, *of_modifiers, *whole.tensors, *whole.query_tensors)
     tail = (scale, problem.layout, device.num_sms, tally.choice.knobs)
     planned = (tally.choice.module, problem, whole, of_modifiers, *given, *gradients, *tail)
     launch_first(form, tally, tensors, partial(backward_plan, *planned))

@@ -120,10 +120,76 @@ def test_tiles_of_other_documents_are_skipped_and_not_masked(causal: bool, way: 
     assert (found[1].dbias[..., :64, 64:] == 0).all()
 
 
+BLOCKS = {"masked_by": "blocks", "density": 50, "mask_block_q": 64, "mask_block_k": 64}
+
+
+@every_way
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"causal": False, "mask_block_k": 128},
+        {"mask": RULE, "sinks": True, "layout": "bhsd", "mask_block_q": 128},
+        {"mask": HIDING, "causal": False, "softcap": True, "alibi": True, "dtype": "bf16"},
+    ],
+    ids=["full", "causal, rule", "rule, alibi"],
+)
+def test_gradients_under_listed_blocks_are_right(fields: dict[str, Any], way: Config) -> None:
+    """Lists of each head, blocks past the last query and key, rows and keys in no block."""
+    for lengths in ((150, 170), (97, 256)):
+        assert_right(make_inputs(problem(*lengths, batch=2, **BLOCKS | fields), wide_rows=1), way)
+
+
+def test_blocks_that_tiles_of_16_alone_divide_are_right() -> None:
+    sizes = {"mask_block_q": 48, "mask_block_k": 80}
+    p = problem(100, 170, num_heads=1, **BLOCKS | sizes | {"causal": False, "sinks": True})
+    tiles = {"KV_BLOCK_M": 16, "KV_BLOCK_N": 16}
+    assert_right(make_inputs(p), single(**tiles))
+    assert_right(make_inputs(p), config(**tiles, Q_BLOCK_M=16, Q_BLOCK_N=16))
+
+
+@pytest.mark.parametrize("shared", ["heads", "all", "no full blocks"])
+def test_lists_may_be_shared_and_there_may_be_none_of_full_blocks(shared: str) -> None:
+    made = make_inputs(problem(130, 130, batch=2, **BLOCKS))
+    lists = made.block_mask
+    assert lists is not None
+    counts, indices, full, full_indices = (
+        each if each is None else each[: 1 if shared == "all" else 2, :1] for each in lists[:4]
+    )
+    kept = (full, full_indices) if shared != "no full blocks" else (None, None)
+    given = lists._replace(
+        kv_num_blocks=counts,
+        kv_indices=indices,
+        full_kv_num_blocks=kept[0],
+        full_kv_indices=kept[1],
+    )
+    inputs = changed(made, block_mask=given)
+    for way in (config(), single()):
+        assert_right(inputs, way)
+
+
+@every_way
+def test_blocks_that_are_in_no_list_are_not_visited(way: Config) -> None:
+    """No numbers in the second block of queries and of keys, which see and are seen by nobody."""
+    made = make_inputs(problem(128, 128, causal=False, num_heads=1, **BLOCKS))
+    counts, indices = (torch.zeros_like(t) for t in made.block_mask[:2])
+    counts[..., 0] = 1
+    lists = made.block_mask._replace(kv_num_blocks=counts, kv_indices=indices)
+    inputs = changed(made, block_mask=lists._replace(full_kv_num_blocks=counts * 0))
+    noise = {}
+    for name in ("q", "k", "v", "dout"):
+        noise[name] = getattr(inputs, name).clone()
+        noise[name][:, 64:] = float("nan")
+    expected, found = run(inputs, way)[0], run(replace(inputs, **noise), way)[0]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one[:, :64], other[:, :64]) and (one[:, :64] != 0).any()
+    assert (expected.dq[:, 64:] == 0).all() and (found.dk[:, 64:] == 0).all()
+
+
 MASKS: dict[str, dict[str, Any]] = {
     "rule": {"mask": RULE},
     "prefix": PREFIX,
     "documents": DOCUMENTS,
+    "blocks": BLOCKS,
 }
 
 

@@ -20,6 +20,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "rule": {"mask": RULE},
     "prefix": {"masked_by": "prefix", "density": 30},
     "documents": {"masked_by": "documents", "density": 40},
+    "blocks": {"masked_by": "blocks", "density": 60, "mask_block_q": 16, "mask_block_k": 16},
 }
 
 # numpy warns of the -inf that the lse of a row without a visible key is

@@ -78,10 +78,11 @@ EVERYTHING = {"window_left": 1, "window_right": 0, "softcap": True, "sinks": Tru
         ({"mask": "(q_idx + kv_idx + h) % 3 != 1", "sinks": True, "causal": False}, None),
         ({"masked_by": "prefix", "density": 60, "bias": True}, None),
         ({"masked_by": "documents", "density": 50, "causal": False}, None),
+        ({"masked_by": "blocks", "density": 70, "mask_block_q": 16, "mask_block_k": 16}, None),
     ],
     ids=[
         *("capped", "everything", "bias of queries", "bias of keys"),
-        *("packed", "dropout", "rule", "prefix", "documents"),
+        *("packed", "dropout", "rule", "prefix", "documents", "blocks"),
     ],
 )
 def test_modifiers_are_differentiated_and_their_own_gradients_are_derivatives(changed, bias):

@@ -117,8 +117,8 @@ def test_documents_are_for_prefill_with_an_axis_of_sequences():
         message = f"documents: prefill {told}.* takes prefixes and rules alone of such masks"
         with pytest.raises(ProblemError, match=message):
             Problem("prefill", **where, **documents)
-    with pytest.raises(ProblemError, match="documents: masks are for prefill, not backward"):
-        Problem("backward", **documents)
+    with pytest.raises(ProblemError, match="documents: there is no backward of packed sequences"):
+        Problem("backward", layout="thd", **documents)
     with pytest.raises(ProblemError, match="documents: of masks beyond windows decode takes a"):
         Problem("decode", **documents)
     with pytest.raises(ProblemError, match="density 5 is not from 1 to 100 percent, or 0 without"):

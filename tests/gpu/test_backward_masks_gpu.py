@@ -1,0 +1,107 @@
+"""The backward on a GPU under masks beyond windows: rules, prefixes, documents and blocks."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ahead import compile_ahead
+from exported_calls import load_module
+from making import CHAIN, prefill_of, winner_of
+from test_backward_modifiers_gpu import BOTH, FAMILY, bits_differ, of, run
+
+from autoflash.accuracy import GradientBudget
+from autoflash.check import picked, sample_rows
+from autoflash.export import export
+from autoflash.families.family import space
+from autoflash.gpu import Gpu, detect
+from autoflash.gradients import Gradients
+from autoflash.inputs import make_inputs
+from autoflash.kinds import RULE
+
+pytestmark = pytest.mark.gpu
+
+BLOCKS: dict[str, Any] = {"masked_by": "blocks", "mask_block_q": 128, "mask_block_k": 128}
+BLOCKS |= {"density": 40}
+KINDS: dict[str, dict[str, Any]] = {
+    "rule": {"mask": RULE},
+    "rule and a bias": {"mask": RULE, "bias": True, "causal": False},
+    "prefix": {"masked_by": "prefix", "density": 30},
+    "documents": {"masked_by": "documents", "density": 30, "causal": False},
+    "documents in a window": {"masked_by": "documents", "density": 30, "window_left": 65},
+    "blocks": {**BLOCKS, "causal": False},
+    "blocks and a rule": {**BLOCKS, "mask": RULE, "softcap": True, "sinks": True},
+}
+DRAWN = 1  # candidates beside the default
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    return detect()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_candidates_are_right_at_edges_and_repeat_their_bits(gpu: Gpu, kind: str) -> None:
+    problems = [of(*lengths, **KINDS[kind]) for lengths in ((385, 385), (77, 300), (300, 77))]
+    configs = []
+    for family in BOTH:
+        usual = of(1000, 1000, **KINDS[kind])
+        judged = [config for config, reason in space(family, usual, gpu) if reason is None]
+        default, chance = family.default(usual, gpu), random.Random(0)
+        configs += {default, *chance.sample(judged, min(DRAWN, len(judged)))}
+    compile_ahead(dict.fromkeys(configs, problems), gpu)
+    failures = []
+    for problem in problems:
+        inputs = make_inputs(problem, device="cuda", wide_rows=8)
+        budget = GradientBudget(inputs)
+        for config in configs:
+            found, again = run(inputs, config, gpu), run(inputs, config, gpu)
+            for verdict in (budget.judge(*found), budget.judge(*again)):
+                if not verdict.correct:
+                    failures.append(f"{problem.seqlen_q} {config}: {verdict.reason}")
+            if config.family == FAMILY.name and bits_differ(found, again):
+                failures.append(f"{problem.seqlen_q} {config}: two runs differ")
+    assert failures == []
+
+
+@pytest.mark.parametrize("kind", ["prefix", "documents", "blocks and a rule"])
+def test_rows_of_a_long_sequence_are_right(gpu: Gpu, kind: str) -> None:
+    problem = of(8192, 8192, **{"num_heads": 4, "num_kv_heads": 2, **KINDS[kind]})
+    inputs, rows = make_inputs(problem, device="cuda"), sample_rows(problem, seed=0)
+    budget = GradientBudget(inputs, rows=rows)
+    for family in BOTH:
+        found = run(inputs, family.default(problem, gpu), gpu)
+        verdict = budget.judge(*picked(problem, *found, rows))
+        assert verdict.correct, f"{family.name}: {verdict.reason}"
+
+
+@pytest.mark.filterwarnings("ignore:autoflash")
+def test_autograd_of_an_exported_module_never_waits_and_repeats_its_bits(gpu, tmp_path) -> None:
+    kinds = ["rule", "prefix", "documents", "blocks"]
+    tuned = [of(512, 512, **KINDS[kind]) for kind in kinds]
+    tuned = [p for each in tuned for p in (replace(each, op="prefill"), each)]
+    winners = [winner_of(p, gpu=gpu, chain=CHAIN) for p in (prefill_of(), *tuned)]
+    path = tmp_path / "attention_dispatch.py"
+    path.write_text(export(winners).text)
+    module = load_module(path)
+    for kind in kinds:
+        inputs = make_inputs(of(300, 300, **KINDS[kind]), device="cuda", wide_rows=8)
+        leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+        call = {**inputs.modifiers.of_prefill, "causal": inputs.problem.causal, "return_lse": True}
+        call["window"] = (-1, -1)
+        runs = []
+        for deterministic in (False, False, True):
+            torch.cuda.synchronize()
+            if runs:  # kernels are loaded, which waits
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                results = module.prefill(*leaves, **call, deterministic=deterministic)
+                found = torch.autograd.grad(results, leaves, (inputs.dout, inputs.dlse))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            runs.append(Gradients(*found))
+        for found in runs:
+            verdict = GradientBudget(inputs).judge(found)
+            assert verdict.correct, f"{kind}: {verdict.reason}"
+            assert all(torch.equal(a, b) for a, b in zip(found, runs[0], strict=True)), kind
