@@ -94,6 +94,8 @@ def training_of(
     reason = backward_unsupported(problem, device_for(q))
     if reason:
         raise ProblemError(f"prefill: no gradient: {reason}; call under torch.no_grad()")
+    if problem.masks:
+        tally_for(problem, q)  # what was not tuned has no text: told now, not in the backward
     scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
     return Training(problem, scale, modifiers._replace(**WITHOUT_TENSORS))
 
