@@ -77,10 +77,12 @@ def of_module(
     light = [problem for problem in forward if cache_bytes(problem) <= TUNED_BYTES]
     units += [Unit(path, (Case("some rows at a tuned size", each),)) for each in light]
     for op in ("backward",) if backward else ("prefill", "decode"):
-        # masks beyond windows meet modifiers, and rules are there, only where such were tuned
-        masked = [kind for kind in kinds_of(op, small) if kind.masks and kind.modifiers]
-        kinds = [k for k in kinds_of(op, small) if k not in masked and not k.mask]
-        kinds += dict.fromkeys(kind_of(p) for p in forward if p.op == op and p.mask)
+        # masks beyond windows meet modifiers, and rules are there, only where such were tuned, as
+        # are the gradients under any of them
+        every = [kind for kind in kinds_of(op, small) if not kind.mask]
+        kinds = [k for k in every if not (k.masks and (k.modifiers or op == "backward"))]
+        ruled = [p for p in tuned if p.op == op and (p.masks if op == "backward" else p.mask)]
+        kinds += dict.fromkeys(map(kind_of, ruled))
         for number, kind in enumerate(kinds):
             cases = cases_of(kind, tiles, small, brief=small and number > 0)
             units.append(Unit(path, tuple(cases)))
