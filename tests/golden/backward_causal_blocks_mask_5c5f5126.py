@@ -790,8 +790,8 @@ def plan(
     q_block_m, q_block_n = knobs["Q_BLOCK_M"], knobs["Q_BLOCK_N"]
     largest = max(kv_block_m, q_block_m, STATISTICS_ROWS)
     mask_block_q, mask_block_k = modifiers.block_mask.BLOCK_SIZE
-    # whole blocks of queries, the last one too
-    padded_rows = mask_block_q if mask_block_q % STATISTICS_ROWS == 0 else 2 * mask_block_q
+    # the last block of queries is whole too; tiles divide blocks, or one of them is STATISTICS_ROWS
+    padded_rows = mask_block_q if mask_block_q % largest == 0 else 2 * mask_block_q
     padded_q = triton.cdiv(seqlen_q, padded_rows) * padded_rows
     heads = batch * num_heads
     lse_log2, delta = (new_workspace((heads, padded_q), torch.float32) for _ in range(2))

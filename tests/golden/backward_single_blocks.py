@@ -584,8 +584,8 @@ def plan(
     block_d = triton.next_power_of_2(head_dim)
     largest = max(kv_block_m, STATISTICS_ROWS)
     mask_block_q, mask_block_k = modifiers.block_mask.BLOCK_SIZE
-    # whole blocks of queries, the last one too
-    padded_rows = mask_block_q if mask_block_q % STATISTICS_ROWS == 0 else 2 * mask_block_q
+    # the last block of queries is whole too; tiles divide blocks, or one of them is STATISTICS_ROWS
+    padded_rows = mask_block_q if mask_block_q % largest == 0 else 2 * mask_block_q
     padded_q = triton.cdiv(seqlen_q, padded_rows) * padded_rows
     heads = batch * num_heads
     dq_sums = new_workspace((heads, padded_q, block_d), torch.float32)

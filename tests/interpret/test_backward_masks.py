@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in"),
 ]
 
+BF16 = {"dtype": "bf16"}
+WINDOW = {"causal": False, "window_right": 9}
 # floors negative numbers, and knows heads and sequences apart
 RULE = "(q_idx - kv_idx) // 8 % 3 != 1 and not (h == 1 and b == 1) or abs(q_idx - kv_idx) < h + 3"
 HIDING = "(b + h) % 2 == 0 and (kv_idx >= 70 or q_idx < 9)"  # whole tiles, rows and heads
@@ -26,19 +28,20 @@ HIDING = "(b + h) % 2 == 0 and (kv_idx >= 70 or q_idx < 9)"  # whole tiles, rows
 
 @every_way
 @pytest.mark.parametrize(
-    "fields",
+    ("lengths", "fields"),
     [
-        {"mask": RULE},
-        {"mask": HIDING, "causal": False, "layout": "bhsd", "sinks": True},
-        {"mask": RULE, "window_left": 33, "softcap": True, "bias": True, "dtype": "bf16"},
-        {"mask": HIDING, "causal": False, "window_left": 60, "window_right": 9, "alibi": True},
+        ((97, 40), {"mask": RULE}),
+        ((70, 97), {"mask": HIDING, "causal": False, "layout": "bhsd", "sinks": True}),
+        ((70, 97), {"mask": RULE, "window_left": 33, "softcap": True, "bias": True, **BF16}),
+        ((97, 40), {"mask": HIDING, **WINDOW, "window_left": 60, "alibi": True}),
     ],
     ids=["causal", "hides whole heads", "window, bias", "window, alibi"],
 )
-def test_gradients_under_a_rule_are_right(fields: dict[str, Any], way: Config) -> None:
+def test_gradients_under_a_rule_are_right(
+    lengths: tuple[int, int], fields: dict[str, Any], way: Config
+) -> None:
     """Rows without a visible key, keys that no row sees, several sequences and heads."""
-    for lengths in ((70, 97), (97, 40)):
-        assert_right(make_inputs(problem(*lengths, batch=2, **fields), wide_rows=1), way)
+    assert_right(make_inputs(problem(*lengths, batch=2, **fields), wide_rows=1), way)
 
 
 PREFIX = {"masked_by": "prefix", "density": 40}
@@ -46,23 +49,24 @@ PREFIX = {"masked_by": "prefix", "density": 40}
 
 @every_way
 @pytest.mark.parametrize(
-    "fields",
+    ("lengths", "fields"),
     [
-        {"density": 20, "sinks": True},
-        {"density": 100, "softcap": True, "bias": True, "dtype": "bf16"},
-        {"mask": RULE, "alibi": True, "layout": "bhsd"},
+        ((120, 150), {"density": 20, "sinks": True, "dropout": True}),
+        ((97, 40), {"density": 100, "softcap": True, "bias": True, **BF16}),
+        ((97, 40), {"mask": RULE, "alibi": True, "layout": "bhsd"}),
     ],
     ids=["sinks", "all keys, bias", "rule, alibi"],
 )
-def test_gradients_under_a_prefix_are_right(fields: dict[str, Any], way: Config) -> None:
+def test_gradients_under_a_prefix_are_right(
+    lengths: tuple[int, int], fields: dict[str, Any], way: Config
+) -> None:
     """Whole tiles of a prefix, one that ends within a tile, and rows before all keys."""
-    for lengths in ((150, 170), (97, 40)):
-        assert_right(make_inputs(problem(*lengths, batch=2, **PREFIX | fields), wide_rows=1), way)
+    assert_right(make_inputs(problem(*lengths, batch=2, **PREFIX | fields), wide_rows=1), way)
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 31, 32, 33, 64, 65, 129, 500])
+@pytest.mark.parametrize("prefix", [0, 1, 32, 33, 63, 65, 500])
 def test_a_prefix_may_end_anywhere(prefix: int) -> None:
-    made = make_inputs(problem(65, 129, num_heads=1, **PREFIX))
+    made = make_inputs(problem(65, 97, num_heads=1, **PREFIX))
     inputs = changed(made, prefix_lens=torch.tensor([prefix], dtype=torch.int32))
     for way in (config(), single()):
         assert_right(inputs, way)
@@ -73,22 +77,21 @@ DOCUMENTS = {"masked_by": "documents", "density": 30}
 
 @every_way
 @pytest.mark.parametrize(
-    "fields",
+    ("lengths", "fields"),
     [
-        {},
-        {"causal": False, "sinks": True, "layout": "bhsd"},
-        {"window_left": 33, "softcap": True, "bias": True, "dtype": "bf16"},
-        {"mask": RULE, "causal": False, "density": 100, "alibi": True},
-        {"mask": HIDING, "window_left": 60},
+        ((170, 170), {"num_heads": 1}),
+        ((97, 40), {"causal": False, "sinks": True, "layout": "bhsd"}),
+        ((40, 97), {"window_left": 33, "softcap": True, "bias": True, **BF16}),
+        ((40, 97), {"mask": RULE, "causal": False, "density": 100, "alibi": True}),
+        ((97, 97), {"mask": HIDING, "window_left": 60}),
     ],
     ids=["causal", "full, sinks", "window, bias", "rule, alibi", "rule in a window"],
 )
-def test_gradients_under_documents_are_right(fields: dict[str, Any], way: Config) -> None:
+def test_gradients_under_documents_are_right(
+    lengths: tuple[int, int], fields: dict[str, Any], way: Config
+) -> None:
     """Documents that hold whole tiles and that end in one, and rows before all keys."""
-    for lengths in ((170, 170), (40, 97), (97, 40)):
-        assert_right(
-            make_inputs(problem(*lengths, batch=2, **DOCUMENTS | fields), wide_rows=1), way
-        )
+    assert_right(make_inputs(problem(*lengths, batch=2, **DOCUMENTS | fields), wide_rows=1), way)
 
 
 @every_way
@@ -125,18 +128,19 @@ BLOCKS = {"masked_by": "blocks", "density": 50, "mask_block_q": 64, "mask_block_
 
 @every_way
 @pytest.mark.parametrize(
-    "fields",
+    ("lengths", "fields"),
     [
-        {"causal": False, "mask_block_k": 128},
-        {"mask": RULE, "sinks": True, "layout": "bhsd", "mask_block_q": 128},
-        {"mask": HIDING, "causal": False, "softcap": True, "alibi": True, "dtype": "bf16"},
+        ((97, 256), {"causal": False, "mask_block_k": 128}),
+        ((150, 170), {"mask": RULE, "sinks": True, "layout": "bhsd", "mask_block_q": 128}),
+        ((97, 90), {"mask": HIDING, "causal": False, "softcap": True, "alibi": True, **BF16}),
     ],
     ids=["full", "causal, rule", "rule, alibi"],
 )
-def test_gradients_under_listed_blocks_are_right(fields: dict[str, Any], way: Config) -> None:
+def test_gradients_under_listed_blocks_are_right(
+    lengths: tuple[int, int], fields: dict[str, Any], way: Config
+) -> None:
     """Lists of each head, blocks past the last query and key, rows and keys in no block."""
-    for lengths in ((150, 170), (97, 256)):
-        assert_right(make_inputs(problem(*lengths, batch=2, **BLOCKS | fields), wide_rows=1), way)
+    assert_right(make_inputs(problem(*lengths, batch=2, **BLOCKS | fields), wide_rows=1), way)
 
 
 def test_blocks_that_tiles_of_16_alone_divide_are_right() -> None:
@@ -149,7 +153,7 @@ def test_blocks_that_tiles_of_16_alone_divide_are_right() -> None:
 
 @pytest.mark.parametrize("shared", ["heads", "all", "no full blocks"])
 def test_lists_may_be_shared_and_there_may_be_none_of_full_blocks(shared: str) -> None:
-    made = make_inputs(problem(130, 130, batch=2, **BLOCKS))
+    made = make_inputs(problem(70, 130, batch=2, **BLOCKS))
     lists = made.block_mask
     assert lists is not None
     counts, indices, full, full_indices = (
