@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from making import decode_of, prefill_of, winner_of
+from making import backward_of, decode_of, prefill_of, winner_of
 
 from autoflash.export import export
 from autoflash.families import family_of
@@ -94,7 +94,7 @@ def measured(problem, gpu, config):
     return described(plan_of(own, inputs, out, lse, gpu, config))
 
 
-def test_the_plans_of_chunks_over_pages_and_of_modified_steps_are_those_that_were_measured(
+def test_the_plans_of_chunks_modified_steps_and_backward_masks_are_those_that_were_measured(
     tmp_path,
 ):
     problems = [
@@ -110,6 +110,10 @@ def test_the_plans_of_chunks_over_pages_and_of_modified_steps_are_those_that_wer
         decode_of(seqlen_k=500, page_size=16, seqlen_q=3, bias=True),
         decode_of(bias=True),
         decode_of(mask="kv_idx % 4 < h", seqlen_q=3),
+        backward_of(mask="kv_idx % 4 < h"),
+        backward_of(masked_by="prefix", density=10),
+        backward_of(masked_by="documents", density=10),
+        backward_of(masked_by="blocks", density=10, mask_block_q=128, mask_block_k=64),
     ]
     exported = export([winner_of(problem) for problem in problems])
     module = imported(exported, tmp_path)

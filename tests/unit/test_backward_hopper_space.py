@@ -50,6 +50,13 @@ def test_the_default_is_a_candidate_for_every_problem_served(p: Problem, family:
         assert default in GRIDS[family.name] and family.refusal(p, default, H200) is None
 
 
+@pytest.mark.parametrize("mask", [{"mask": "h > 0"}, {"masked_by": "documents", "density": 9}])
+def test_masks_beyond_causal_are_the_portable_familys(mask: dict) -> None:
+    for family in (SPLIT, SINGLE):
+        reason = family.unsupported(problem(**mask), H200)
+        assert reason is not None and "the portable family's" in reason
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_candidates_fit_and_are_few_enough_to_try_all(head_dim: int) -> None:
     p = problem(head_dim=head_dim)

@@ -13,7 +13,7 @@ from autoflash.families import backward_single
 from autoflash.families.backward import FAMILY
 from autoflash.families.family import space
 from autoflash.gpu import KIB, Gpu
-from autoflash.problem import Problem, title
+from autoflash.problem import Problem, ProblemError, title
 
 H200 = gpus.known("NVIDIA_H200")
 A10 = gpus.known("NVIDIA_A10")
@@ -61,6 +61,31 @@ def test_the_default_is_a_candidate_for_every_problem_on_every_gpu(
     assert SINGLE.unsupported(any_problem, gpu) is None
     default = SINGLE.default(any_problem, gpu)
     assert default in SINGLE_GRID and SINGLE.refusal(any_problem, default, gpu) is None
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (32, 48), (64, 64), (128, 128), (192, 96)])
+@pytest.mark.parametrize("gpu", gpus.KNOWN.values(), ids=lambda gpu: gpu.arch)
+def test_tiles_divide_the_blocks_of_a_mask_and_the_default_is_one_of_them(gpu, sizes) -> None:
+    blocks = {"masked_by": "blocks", "mask_block_q": sizes[0], "mask_block_k": sizes[1]}
+    p = problem(density=10, **blocks)
+    for family in (FAMILY, SINGLE):
+        assert family.refusal(p, family.default(p, gpu), gpu) is None
+        tried = [config for config, reason in space(family, p, H200) if reason is None]
+        assert tried
+        for config in tried:
+            for name, tile in config.as_dict().items():
+                if name.endswith(("BLOCK_M", "BLOCK_N")):
+                    assert sizes[name.endswith("N")] % int(tile) == 0
+
+
+def test_packed_sequences_and_a_bias_under_blocks_are_refused_by_name() -> None:
+    blocks = {"masked_by": "blocks", "mask_block_q": 64, "mask_block_k": 64, "density": 9}
+    for fields, told in (
+        ({"mask": "h > 0", "layout": "thd"}, "mask: there is no backward of packed sequences"),
+        ({"bias": True, **blocks}, "blocks: there is no gradient of a bias under such masks"),
+    ):
+        with pytest.raises(ProblemError, match=told):
+            problem(**fields)
 
 
 def test_the_default_of_16_bits_fits_64_kb_on_every_gpu() -> None:
