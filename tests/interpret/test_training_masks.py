@@ -9,11 +9,15 @@ import pytest
 import torch
 from exported_calls import load_module
 from making import backward_of, prefill_of, winner_of
+from test_backward_modifiers import changed
 from test_training import CAUSAL, leaves, with_modifiers
+from torch.nn.attention.flex_attention import create_block_mask
 
 from autoflash.accuracy import GradientBudget
 from autoflash.export import export
+from autoflash.gradients import Gradients
 from autoflash.inputs import Inputs, make_inputs
+from autoflash.runtime.masks import block_lists
 
 RULE = "(q_idx - kv_idx) % 3 != 1 or h == 1"
 FORWARD_ALONE = "kv_idx % 2 == 0"
@@ -50,6 +54,22 @@ def test_gradients_under_a_mask_are_those_of_the_reference(module: Any, mask: di
 def call(module: Any, inputs: Inputs, **changed: Any) -> Any:
     given = inputs.modifiers._replace(density=None).of_prefill
     return module.prefill(*leaves(inputs), **{**given, "window": (-1, -1), **changed}, causal=True)
+
+
+def test_a_block_mask_of_torch_has_the_gradients_with_its_own_lists_by_keys(module: Any) -> None:
+    def rule(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:  # causal=True, as call() says it
+        return kv_idx <= q_idx + 13
+
+    mask = create_block_mask(rule, None, None, 20, 33, device="cpu", BLOCK_SIZE=16)
+    made = make_inputs(replace(CAUSAL, **MASKS["blocks"]))
+    inputs = changed(made, block_mask=block_lists(mask))
+    tensors = leaves(inputs)
+    results = []
+    for given in (mask, inputs.block_mask._replace(queries=None)):
+        out = module.prefill(*tensors, causal=True, block_mask=given)
+        results.append(torch.autograd.grad(out, tensors, inputs.dout))
+    assert GradientBudget(inputs).judge(Gradients(*results[0])).correct
+    assert all(map(torch.equal, *results))
 
 
 def test_masks_without_gradients_are_refused_by_name(module: Any) -> None:
