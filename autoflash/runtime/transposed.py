@@ -24,7 +24,7 @@ def with_query_lists(problem: Problem, lists: BlockLists) -> BlockLists:
     """
     if lists.queries is not None and _fits(problem, lists.queries, lists.kv_indices):
         return lists
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if lists.kv_indices.is_cuda and torch.cuda.is_current_stream_capturing():
         return lists._replace(queries=_made_of(problem, lists))
     given = [each for each in lists.tensors if each is not None]
     blocks = -(-problem.seqlen_k // problem.mask_block_k)

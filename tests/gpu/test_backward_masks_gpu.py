@@ -15,10 +15,12 @@ from autoflash.accuracy import GradientBudget
 from autoflash.check import picked, sample_rows
 from autoflash.export import export
 from autoflash.families.family import space
+from autoflash.forward import forward
 from autoflash.gpu import Gpu, detect
 from autoflash.gradients import Gradients
-from autoflash.inputs import make_inputs
+from autoflash.inputs import Inputs, make_inputs
 from autoflash.kinds import RULE
+from autoflash.runtime.masks import BlockLists
 
 pytestmark = pytest.mark.gpu
 
@@ -76,32 +78,78 @@ def test_rows_of_a_long_sequence_are_right(gpu: Gpu, kind: str) -> None:
         assert verdict.correct, f"{family.name}: {verdict.reason}"
 
 
-@pytest.mark.filterwarnings("ignore:autoflash")
-def test_autograd_of_an_exported_module_never_waits_and_repeats_its_bits(gpu, tmp_path) -> None:
-    kinds = ["rule", "prefix", "documents", "blocks"]
-    tuned = [of(512, 512, **KINDS[kind]) for kind in kinds]
+TUNED = ["rule", "prefix", "documents", "blocks"]
+
+
+@pytest.fixture(scope="module")
+def module(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    tuned = [of(512, 512, **KINDS[kind]) for kind in TUNED]
     tuned = [p for each in tuned for p in (replace(each, op="prefill"), each)]
     winners = [winner_of(p, gpu=gpu, chain=CHAIN) for p in (prefill_of(), *tuned)]
-    path = tmp_path / "attention_dispatch.py"
+    path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
     path.write_text(export(winners).text)
-    module = load_module(path)
-    for kind in kinds:
-        inputs = make_inputs(of(300, 300, **KINDS[kind]), device="cuda", wide_rows=8)
-        leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-        call = {**inputs.modifiers.of_prefill, "causal": inputs.problem.causal, "return_lse": True}
-        call["window"] = (-1, -1)
-        runs = []
-        for deterministic in (False, False, True):
-            torch.cuda.synchronize()
-            if runs:  # kernels are loaded, which waits
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                results = module.prefill(*leaves, **call, deterministic=deterministic)
-                found = torch.autograd.grad(results, leaves, (inputs.dout, inputs.dlse))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            runs.append(Gradients(*found))
-        for found in runs:
-            verdict = GradientBudget(inputs).judge(found)
-            assert verdict.correct, f"{kind}: {verdict.reason}"
-            assert all(torch.equal(a, b) for a, b in zip(found, runs[0], strict=True)), kind
+    return load_module(path)
+
+
+def call_of(inputs: Inputs) -> dict[str, Any]:
+    given = inputs.modifiers._replace(window=(-1, -1)).of_prefill
+    return {**given, "causal": inputs.problem.causal, "return_lse": True}
+
+
+def copied(lists: BlockLists) -> BlockLists:
+    """Lists that nobody has seen, so that those by keys are made of them."""
+    names = BlockLists._fields[:4]
+    return lists._replace(**{name: getattr(lists, name).clone() for name in names})
+
+
+@pytest.mark.filterwarnings("ignore:autoflash")
+@pytest.mark.parametrize("kind", TUNED)
+def test_autograd_of_an_exported_module_never_waits_and_repeats_its_bits(module, kind) -> None:
+    inputs = make_inputs(of(300, 300, **KINDS[kind]), device="cuda", wide_rows=8)
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    runs = []
+    for deterministic in (False, False, True):
+        call = call_of(inputs) | {"deterministic": deterministic}
+        if inputs.block_mask is not None:
+            call["block_mask"] = copied(inputs.block_mask)
+        torch.cuda.synchronize()
+        if runs:  # kernels are loaded, which waits
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            results = module.prefill(*leaves, **call)
+            found = torch.autograd.grad(results, leaves, (inputs.dout, inputs.dlse))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        runs.append(Gradients(*found))
+    for found in runs:
+        verdict = GradientBudget(inputs).judge(found)
+        assert verdict.correct, verdict.reason
+        assert all(torch.equal(a, b) for a, b in zip(found, runs[0], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:autoflash")
+def test_a_captured_step_follows_lists_that_change_in_place(module) -> None:
+    inputs = make_inputs(of(300, 300, **KINDS["blocks"]), device="cuda", wide_rows=8)
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+
+    def step() -> Any:
+        results = module.prefill(*leaves, **call_of(inputs))
+        return torch.autograd.grad(results, leaves, (inputs.dout, inputs.dlse))
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    assert inputs.block_mask is not None
+    for changed in (False, True):
+        if changed:
+            inputs.block_mask.kv_num_blocks[:, :, 0] = 0
+        graph.replay()
+        torch.cuda.synchronize()
+        out, lse = forward(inputs.problem, inputs.q, inputs.k, inputs.v, inputs.modifiers)
+        verdict = GradientBudget(replace(inputs, out=out, lse=lse)).judge(Gradients(*found))
+        assert verdict.correct, f"changed: {changed}, {verdict.reason}"
