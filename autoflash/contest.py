@@ -343,7 +343,7 @@ def time_eager(
             return
         started = time.monotonic()
         try:
-            timing = lab.worker.eager(config, lab.effort.eager_calls, lab.effort.cap_us)
+            timing = lab.worker.eager(config, lab.effort.eager_calls, lab.effort.first_cap_us)
         except (Failure, LimitReached):
             return  # the decision stands on the graph regime
         seconds = time.monotonic() - started
