@@ -74,8 +74,13 @@ def backward_single_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: 
     """A bound of the shared memory of the single pass: ds is read there, dq leaves through it."""
     block_m, block_n = knobs["KV_BLOCK_M"], knobs["KV_BLOCK_N"]
     plain = _backward_part_smem_bytes(problem, block_n, block_m, knobs["KV_STAGES"], gpu)
-    dq_tile = 4 * block_m << (problem.head_dim - 1).bit_length()
-    return plain + dq_tile + 1024  # barriers
+    padded = 1 << (problem.head_dim - 1).bit_length()
+    dq_tile = 4 * block_m * padded
+    again = 0
+    if block_m < 64 and knobs["LOAD"] == "pointer" and prefill_warpgroup_products(problem, gpu):
+        # no warpgroup multiplies fewer rows: K lies there once more, as others read it for dq
+        again = block_n * padded * problem.dtype_bytes
+    return plain + dq_tile + again + 1024  # barriers
 
 
 def _backward_load_refusal(knobs: Mapping[str, Any], gpu: Any) -> str | None:

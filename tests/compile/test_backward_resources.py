@@ -2,6 +2,7 @@
 
 import pytest
 
+from autoflash.config import Config
 from autoflash.families import backward_single
 from autoflash.families.backward import FAMILY
 from autoflash.gpu import KNOWN, known
@@ -51,6 +52,17 @@ def test_a_single_pass_fits_its_bound_and_hardly_spills(arch, head_dim):
         assert bound <= 1.5 * kernel.metadata.shared
     assert _resources(kernel, gpu)[1] <= family.max_spills
     assert workspace_bytes == 4 * 2 * 8 * 512 * (2 + head_dim)  # and dq in fp32
+
+
+@pytest.mark.parametrize(("head_dim", "block_n"), [(256, 64), (128, 128)])
+def test_a_single_pass_of_few_queries_has_room_for_another_tile_of_keys(head_dim, block_n):
+    gpu = TARGETS["sm_90"]
+    p = Problem("backward", "bf16", 2, 8, 2, head_dim, 512, 512)
+    knobs = {"KV_BLOCK_M": 32, "KV_BLOCK_N": block_n, "KV_WARPS": 8, "KV_STAGES": 2}
+    config = Config.of("backward_single", {**knobs, "LOAD": "pointer"})
+    _, kernel, _ = _compiled(p, config, gpu, with_lse=False, wide_rows=False)[0]
+    bound = backward_single_smem_bytes(p, config.as_dict(), gpu)
+    assert kernel.metadata.shared <= bound <= 1.2 * kernel.metadata.shared
 
 
 @pytest.mark.slow
