@@ -93,6 +93,11 @@ class Contest:
         except Failure as failure:
             self._failed = failure.reason
 
+    @property
+    def waits(self) -> bool:
+        """Whether what its final needs is still being compiled."""
+        return not self._failed and self._entrants.must_wait(self._finalists())
+
     def decide(self) -> tuple[Decision | None, str]:
         """The recorded decision; None, and why, when no candidate was both right and timed."""
         if self._failed:

@@ -147,6 +147,13 @@ class Entrants:
             for _ in _ending(proofs, limit, meanwhile):
                 continue
 
+    def must_wait(self, configs: Sequence[Config]) -> bool:
+        """Whether `wait_for` would wait for compilers before a final of these."""
+        futures = [self._asked[c].future if c in self._asked else None for c in configs]
+        if self._first is not None:
+            futures += [self._proofs.get(_binary_of(config)) for config in configs]
+        return any(future is None or not future.done() for future in futures)
+
     def ask_proofs(self, configs: Sequence[Config], urgency: Urgency) -> None:
         """Have compiled what they are checked with before a final."""
         if self._first is None:

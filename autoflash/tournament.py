@@ -40,6 +40,7 @@ def _contests(
                     of_group.append(decision)
                 else:
                     undecided.append((problem, why))
+        of_group.sort(key=lambda decision: group.index(decision.problem))
         decisions += cross(lab, entrants, of_group) if lab.effort.cross_rounds else of_group
     return decisions, undecided
 
@@ -55,7 +56,11 @@ def _decided(
         share = lab.limit.share(problems - number + 1)
         contests[problem] = Contest(lab, entrants, problem, share)
         contests[problem].screen()
-    for number, problem in numbered:
+    while numbered:
+        # compilers may be at work for one while another's final is held
+        ready = (each for each in numbered if not contests[each[1]].waits)
+        number, problem = next(ready, numbered[0])
+        numbered.remove((number, problem))
         lab.progress.begin(problem, number, problems)
         decision, why = contests[problem].decide()
         lab.progress.decided(problem, decision, why)

@@ -1,13 +1,20 @@
 """Proofs: half of a candidate's kernels are compiled and checked once it comes to a final."""
 
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-from fake_device import FakeDevice, machine
+from fake_device import GPU, FakeDevice, machine
 from test_tune import LONGER, PROBLEM, search, stored, trials, tried
 
 from autoflash.check import Stage
+from autoflash.entrants import Entrants
+from autoflash.groups import groups_of
+from autoflash.tournament import hold
 
 
 class Noting(FakeDevice):
@@ -76,3 +83,65 @@ def test_without_a_limit_a_group_is_screened_before_its_first_final(tmp_path, bu
     assert (first_final < last) == one_by_one
     finals = [length for stage, length in made if stage == "final"]
     assert set(finals) == {PROBLEM.seqlen_k, LONGER.seqlen_k}
+
+
+def test_another_final_is_held_while_compilers_are_at_work_for_the_first(monkeypatch):
+    held = []
+
+    class Compiling:
+        """A contest; the first problem's final waits until another one was held."""
+
+        def __init__(self, lab, entrants, problem, limit):
+            self._problem = problem
+
+        def screen(self):
+            pass
+
+        @property
+        def waits(self):
+            return self._problem == PROBLEM and not held
+
+        def decide(self):
+            held.append(self._problem)
+            return SimpleNamespace(problem=self._problem), ""
+
+    monkeypatch.setattr("autoflash.tournament.Contest", Compiling)
+    monkeypatch.setattr("autoflash.tournament.compiled_ahead", lambda *_: nullcontext())
+    endless = SimpleNamespace(finite=False, share=lambda _: None)
+    lab = SimpleNamespace(limit=endless, progress=Mock(), effort=SimpleNamespace(cross_rounds=0))
+    entrants = SimpleNamespace(group=SimpleNamespace(problems=(PROBLEM, LONGER)))
+    decisions, _ = hold(lab, [entrants])
+    assert held == [LONGER, PROBLEM]
+    assert [decision.problem for decision in decisions] == [PROBLEM, LONGER]
+
+
+class Slow:
+    """A pool that is done with nothing until it is told so."""
+
+    def __init__(self):
+        self.futures = []
+
+    def submit(self, *asked):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def hurry(self, future, urgency):
+        pass
+
+
+@pytest.mark.parametrize("finite", [False, True], ids=["endless", "limited"])
+def test_a_final_waits_for_what_its_finalists_are_timed_and_checked_with(finite):
+    journal = SimpleNamespace(tried=lambda *_: False, of_group=lambda *_: ())
+    limit, pool = SimpleNamespace(finite=finite), Slow()
+    lab = SimpleNamespace(gpu=GPU, limit=limit, source="measured", journal=journal, pool=pool)
+    (group,), _ = groups_of([PROBLEM], GPU)
+    entrants, default = Entrants(lab, group), group.default(PROBLEM, GPU)
+    assert entrants.must_wait([default])
+    entrants.ask(PROBLEM, [default])
+    kernels, *proofs = pool.futures
+    assert len(proofs) == (0 if finite else 1) and entrants.must_wait([default])
+    kernels.set_result(None)
+    assert entrants.must_wait([default]) == (not finite)
+    for proof in proofs:
+        proof.set_result(None)
+    assert not entrants.must_wait([default])
