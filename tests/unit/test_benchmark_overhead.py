@@ -75,6 +75,34 @@ def test_every_contender_is_called_as_often_in_turn(overhead, monkeypatch):
     assert turns.count("autoflash") == rounds and turns[-2:] != turns[-4:-2]
 
 
+def test_each_way_stands_beside_the_same_times_of_the_peers(overhead):
+    times = {"out given": 6.0, "direct": 8.0, "sdpa": 16.0}
+    given, direct = overhead.cases_of("prefill", times, {"out given": 1, "direct": 2}, {})
+    assert given["case"] == {"op": "prefill", "way": "out given", "launches": 1}
+    assert (given["ours"], direct["ours"], direct["case"]["launches"]) == (6.0, 8.0, 2)
+    assert given["peers"] == direct["peers"] == {"sdpa": 16.0} and direct["ratio"] == 2.0
+
+
+def test_nothing_is_timed_once_a_profiler_has_listened(overhead, monkeypatch):
+    order = []
+
+    def noting(name, result):
+        return lambda *_, **__: order.append(name) or result
+
+    stubs = {"load_module": SimpleNamespace(operator_namespace=str), "make_inputs": None}
+    stubs |= {name: {} for name in ("prefill_makers", "decode_makers", "peer_versions")}
+    stubs |= {name: {"direct": lambda one: None} for name in ("prefill_calls", "decode_calls")}
+    stubs |= {"host_times": {"direct": 1.0}, "launches_of": 1, "write_results": ""}
+    for name, result in stubs.items():
+        monkeypatch.setattr(overhead, name, noting(name, result))
+    has_kernel = "_dispatch_has_kernel_for_dispatch_key"
+    monkeypatch.setattr(torch._C, has_kernel, lambda *_: False)
+    monkeypatch.setattr("sys.argv", ["overhead.py"])
+    overhead.main()
+    measured = [name for name in order if name in ("host_times", "launches_of")]
+    assert measured == ["host_times"] * 2 + ["launches_of"] * 2
+
+
 def test_a_peer_that_raises_is_left_out_with_the_reason(overhead):
     def missing(inputs):
         raise ModuleNotFoundError("No module named 'flashinfer'")
