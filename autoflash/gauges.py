@@ -1,7 +1,7 @@
 """Gauges: what a call costs beside its GPU time: the host's time, launches, memory, its tail."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,14 +33,21 @@ class Gauged:
     temporary_bytes: int
 
 
-def gauged(calls: Sequence[Call]) -> Gauged:
-    """The gauges of calls on the current GPU, which have been made before."""
-    call = calls[0]
-    waited = _waited_us(calls)
-    tail = float(np.quantile(waited, 0.99)) if len(waited) >= TAIL_CALLS else None
-    return Gauged(
-        _host_us(calls), float(np.median(waited)), tail, _launches(call), _temporary_bytes(call)
-    )
+def gauged(contenders: Mapping[str, Sequence[Call]]) -> dict[str, Gauged]:
+    """The gauges of each contender's calls on the current GPU, which have been made before.
+
+    Launches are counted when no host's time is asked any more: a profiler may leave hooks behind,
+    which every later launch passes.
+    """
+    timed: dict[str, tuple[float, float, float | None]] = {}
+    for name, calls in contenders.items():
+        waited = _waited_us(calls)
+        tail = float(np.quantile(waited, 0.99)) if len(waited) >= TAIL_CALLS else None
+        timed[name] = _host_us(calls), float(np.median(waited)), tail
+    return {
+        name: Gauged(*timed[name], _launches(calls[0]), _temporary_bytes(calls[0]))
+        for name, calls in contenders.items()
+    }
 
 
 def _host_us(calls: Sequence[Call]) -> float:

@@ -25,7 +25,7 @@ WHOLE_SCORES, WHOLE_BYTES = 2**27, 2**28  # larger outputs are judged by some of
 ONE_SET_BYTES = 2**32  # larger inputs are cold without a second set
 
 TimeAll = Callable[[Mapping[str, Sequence[Call]]], Mapping[str, Times]]
-Gauge = Callable[[Sequence[Call]], Gauged]
+GaugeAll = Callable[[Mapping[str, Sequence[Call]]], Mapping[str, Gauged]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def versus(
     gpu: Gpu,
     makers: Mapping[str, Maker],
     time_all: TimeAll,
-    gauge: Gauge,
+    gauge_all: GaugeAll,
     device: str = "cuda",
 ) -> Versus:
     """Whoever can do the problem and is right, timed in turn; `makers` hold `autoflash` too."""
@@ -77,10 +77,11 @@ def versus(
     contenders, errors, imprecise, left_out = admitted(inputs, makers)
     calls = {name: contender.calls for name, contender in contenders.items()}
     times = time_all(calls) if calls else {}
+    gauges = gauge_all(calls)
     figures = {}
     for name, one in times.items():
         median, p20, p80 = quantiles(one.samples_us)
-        figures[name] = Figures(median, p20, p80, one.regime, errors[name], gauge(calls[name]))
+        figures[name] = Figures(median, p20, p80, one.regime, errors[name], gauges[name])
     peers = [name for name in figures if name != OURS and name not in imprecise]
     best = min(peers, key=lambda name: figures[name].median_us, default="")
     if not best or OURS not in figures:

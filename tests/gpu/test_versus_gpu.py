@@ -26,7 +26,7 @@ def test_launches_and_memory_of_a_known_call_are_counted():
         return (x + 1).mul_(2) + x  # three kernels; one temporary beside the output
 
     call()
-    found = gauged([call])
+    found = gauged({"one": [call]})["one"]
     assert found.launches == 3
     assert found.temporary_bytes == 4 * MIB
     assert 0 < found.host_us < found.eager_us and found.p99_us >= found.eager_us
@@ -36,7 +36,7 @@ def test_a_call_too_long_for_a_thousand_has_no_99th_percentile():
     def call() -> None:
         torch.cuda._sleep(20_000_000)  # some ten milliseconds
 
-    found = gauged([call])
+    found = gauged({"one": [call]})["one"]
     assert found.p99_us is None and found.eager_us > 3e6 / TAIL_CALLS
 
 

@@ -3,12 +3,14 @@
 import json
 import sys
 import xml.etree.ElementTree as ET
+from functools import partial
 from types import ModuleType
 
 import pytest
 from making import H200, decode_of, prefill_of
 from typer.testing import CliRunner
 
+from autoflash import gauges
 from autoflash.cli import app
 from autoflash.cli.bench import load_exported, makers_of
 from autoflash.errors import AutoflashError, DeviceError, WorkloadError
@@ -25,6 +27,10 @@ SMALL = decode_of(batch=2, seqlen_k=64, page_size=16)
 CHUNK = prefill_of(batch=2, seqlen_q=32, seqlen_k=32)
 COSTS = Gauged(9.0, 20.0, None, 2, 4096)
 DRIFT = (1.0, 1.1, 0.9, 1.2, 1.0)
+
+
+def costs(contenders):
+    return dict.fromkeys(contenders, COSTS)
 
 
 def right(inputs):
@@ -59,7 +65,7 @@ def timed(**medians):
 def compared(problem=SMALL, makers=None, **medians):
     makers = makers or {"autoflash": right, "one": right, "other": right}
     told = {"autoflash": 10.0, "one": 12.0, "other": 15.0, **medians}
-    return versus(problem, 3.0, H200, makers, timed(**told), lambda calls: COSTS, device="cpu")
+    return versus(problem, 3.0, H200, makers, timed(**told), costs, device="cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +216,7 @@ def bench(monkeypatch, tmp_path):
         "autoflash.turns.interleaved",
         lambda calls, gpu_us, pace: timed(autoflash=10.0, one=12.0)(calls),
     )
-    monkeypatch.setattr("autoflash.gauges.gauged", lambda calls: COSTS)
+    monkeypatch.setattr("autoflash.gauges.gauged", costs)
 
     def ask(*args):
         arguments = ["bench", workload, "--module", module, *args]
@@ -284,3 +290,14 @@ def test_wrong_usage_ends_with_2(bench, args):
 
 def test_a_summary_needs_a_ratio():
     assert summary_of([compared(makers={"autoflash": right})]) == {}
+
+
+def test_launches_are_counted_once_no_host_is_timed_any_more(monkeypatch):
+    order = []
+    stubs = {"_waited_us": [20.0], "_host_us": 9.0, "_launches": 2, "_temporary_bytes": 4096}
+    for name, result in stubs.items():
+        noted = partial(lambda name, result, _: order.append(name) or result, name, result)
+        monkeypatch.setattr(f"autoflash.gauges.{name}", noted)
+    found = gauges.gauged({"autoflash": [None], "one": [None]})
+    assert found == {"autoflash": COSTS, "one": COSTS}
+    assert order.index("_launches") > max(i for i, name in enumerate(order) if name == "_host_us")
