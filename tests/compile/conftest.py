@@ -9,11 +9,11 @@ import pytest
 import triton
 from fake_calls import prefill
 from fake_launches import FakeLaunches
+from making import shipped_forwards
 
 from autoflash.export import export
 from autoflash.gpu import known
 from autoflash.runtime.device import Device
-from autoflash.store import shipped_winners
 
 H200 = known("NVIDIA_H200")
 NUMBERS = count()
@@ -21,7 +21,7 @@ NUMBERS = count()
 
 @pytest.fixture(scope="session")
 def text():
-    return export(shipped_winners()).text
+    return export(shipped_forwards()).text
 
 
 @pytest.fixture

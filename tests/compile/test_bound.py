@@ -258,7 +258,7 @@ def test_a_gradient_that_may_be_asked_for_is_looked_at_on_every_call(driver, new
     with torch.no_grad():
         for _ in range(3):
             tensors = prefill(module, q=normal(1, 64, 2, 64).requires_grad_())
-    with pytest.raises(ValueError, match="with gradients"):
+    with pytest.raises(ValueError, match="no backward"):
         prefill(module, **tensors)
 
 

@@ -8,10 +8,10 @@ from inspect import signature
 import pytest
 import torch
 from exported_calls import make_tensors
+from making import shipped_forwards
 
 from autoflash.export import export
 from autoflash.problem import Problem
-from autoflash.store import shipped_winners
 
 PREFILL = Problem("prefill", "bf16", 1, 4, 2, 32, 20, 40)
 PAGED = Problem("decode", "bf16", 3, 4, 2, 32, 1, 40, page_size=4, lengths="ragged")
@@ -19,7 +19,7 @@ PAGED = Problem("decode", "bf16", 3, 4, 2, 32, 1, 40, page_size=4, lengths="ragg
 
 @pytest.fixture(scope="module")
 def text():
-    return export(shipped_winners()).text
+    return export(shipped_forwards()).text
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import weakref
 import pytest
 import torch
 from exported_calls import call, load_module, make_tensors
+from making import shipped_forwards
 
 from autoflash.accuracy import Budget
 from autoflash.export import export
 from autoflash.inputs import Inputs
 from autoflash.problem import Problem
-from autoflash.store import shipped_winners
 
 PREFILL = Problem("prefill", "bf16", 1, 4, 2, 64, 40, 70)
 PAGED = Problem("decode", "bf16", 3, 4, 2, 64, 1, 130, page_size=16, lengths="ragged")
@@ -28,7 +28,7 @@ QUANTISED = Problem("decode", "bf16", 3, 4, 2, 64, 2, 130, page_size=16, **SCALE
 def module(tmp_path):
     """The exported module of the shipped winners, as imported for the first time."""
     path = tmp_path / "attention_dispatch.py"
-    path.write_text(export(shipped_winners()).text)
+    path.write_text(export(shipped_forwards()).text)
     return load_module(path)
 
 

@@ -6,6 +6,7 @@ from autoflash.gpu import Gpu, known
 from autoflash.problem import Problem
 from autoflash.records import Decision, Winner
 from autoflash.render import render
+from autoflash.store import shipped_winners
 from autoflash.toolchain import Toolchain
 
 H200 = known("NVIDIA_H200")
@@ -63,3 +64,8 @@ def winner_of(
         "times": ((chosen, 10.0),),
     }
     return Winner(gpu, chain, Decision(**{**fields, **changes}), decided_at="2026-11-29T00:00:00Z")
+
+
+def shipped_forwards() -> list[Winner]:
+    """The shipped winners without those of gradients, which a module then has none of."""
+    return [winner for winner in shipped_winners() if winner.decision.problem.op != "backward"]
