@@ -13,11 +13,12 @@ class Effort:
     `rungs` are the samples of each successive screening: on the first one every candidate's, alone,
     on a higher one those of the fastest, in turn.
 
-    All samples of a candidate on the first rung are cut to `first_cap_us` of GPU time, those of a
-    higher one to `cap_us`; each sample of a higher rung, of finals and of cross timing to
-    `sample_cap_us`. At least one launch is made. A final of `rounds` goes on for up to
-    `prolonged_s` where it leaves open what it was held for. One of `led_rounds`, each sample of
-    which lasts `led_us` and comes after `lead_us` of the config itself, does so for `led_longer_s`.
+    All samples of a candidate on the first rung, and its `eager_calls` after a final, are cut to
+    `first_cap_us` of GPU time, those of a higher rung to `cap_us`; each sample of a higher rung, of
+    finals and of cross timing to `sample_cap_us`. At least one launch is made. A final of `rounds`
+    goes on for up to `prolonged_s` where it leaves open what it was held for. One of `led_rounds`,
+    each sample of which lasts `led_us` and comes after `lead_us` of the config itself, does so for
+    `led_longer_s`.
     """
 
     name: str
