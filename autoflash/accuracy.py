@@ -24,6 +24,11 @@ ALLOWED_RATIO = 2.0  # of the error of the independent eager computation
 LSE_UNIT = 2.0**-20
 # Of a tensor's largest row: below the rounding unit of fp32 a row is as good as zero.
 LEAST_SIZE = 2.0**-24
+# The least normal number of fp32: exponentials below it may be zero, as exp2 of a GPU gives them.
+LEAST_NORMAL = 2.0**-126
+# Of the largest score. A backward makes scores again, in another order than the forward did, and
+# takes the lse from them that fp32 holds: a unit of the last place for each of the three.
+SCORES_UNIT = 3 * 2.0**-23
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,14 @@ class Yardstick:
         size: torch.Tensor,
         size_name: str,
         error: torch.Tensor | None = None,
+        free: torch.Tensor | float = 0.0,
     ) -> None:
         self.name, self._exact, self._size_name = name, exact, size_name
         self._empty = size == 0
         self._size = size.masked_fill(self._empty, 1.0)
         rounding = torch.finfo(eager.dtype).eps / 2
         largest = exact.abs().amax(dim=-1, keepdim=True)
-        self._unit = rounding * (largest / self._size).clamp_min(1.0)
+        self._unit = rounding * (largest / self._size).clamp_min(1.0) + free / self._size
         error = ((eager.double() - exact).abs() if error is None else error) / self._size
         self._max, self._mean = error.max().item(), error.pow(2).mean().sqrt().item()
 
@@ -110,7 +116,8 @@ class Budget:
             self.out, self.lse = reference_rows(inputs, rows, softmax_scale)
             eager_out, eager_lse = eager_rows(inputs, rows, softmax_scale)
         rms = self.out.pow(2).mean(dim=-1, keepdim=True).sqrt()
-        self._out = Yardstick("out", self.out, eager_out, rms, "row RMS")
+        free = _underflow(inputs, rms)
+        self._out = Yardstick("out", self.out, eager_out, rms, "row RMS", free=free)
         finite = self.lse.isfinite()
         self._finite = finite
         lse_error = (eager_lse.double() - self.lse).abs()
@@ -146,13 +153,14 @@ class GradientBudget:
     ) -> None:
         if rows is None:
             exact, sizes = reference_gradients(inputs, softmax_scale)
-            rounded = eager_gradients(inputs, softmax_scale)
+            rounded, lse = eager_gradients(inputs, softmax_scale), eager(inputs, softmax_scale)[1]
         else:
             exact, sizes = reference_gradient_rows(inputs, rows, softmax_scale)
-            rounded = eager_gradient_rows(inputs, rows, softmax_scale)
+            rounded, lse = eager_gradient_rows(inputs, rows, softmax_scale), inputs.lse
         named = zip(Gradients._fields, exact, rounded, sizes, strict=True)
+        unsure = SCORES_UNIT * _largest(lse)
         self._yardsticks = [
-            Yardstick(name, one, eager_one, _felt(size), "row sizes")
+            Yardstick(name, one, eager_one, _felt(size), "row sizes", free=unsure * size)
             for name, one, eager_one, size in named
             if one.numel()
         ]
@@ -211,6 +219,21 @@ def budget_of(inputs: Inputs, rows: Sequence[Row] | None = None) -> Judge:
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """Each number of a vector, such as dsinks, as a row of its own."""
     return tensor[:, None] if tensor.dim() == 1 else tensor
+
+
+def _underflow(inputs: Inputs, sizes: torch.Tensor) -> float:
+    """What all exponentials of a row together give where fp32 has no normal number for them."""
+    if not (sizes[sizes > 0] < LEAST_NORMAL**0.5).any():
+        return 0.0  # nothing beside such rows, and a large cache needs no pass for them
+    values = (inputs.sequence(b)[2] for b in range(inputs.problem.batch))
+    return LEAST_NORMAL * inputs.problem.seqlen_k * max(map(_largest, values))
+
+
+def _largest(tensor: torch.Tensor | None) -> float:
+    """Of what is finite; 0 where nothing is."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    return tensor.masked_fill(~tensor.isfinite(), 0.0).abs().max().item()
 
 
 def _felt(size: torch.Tensor) -> torch.Tensor:

@@ -179,30 +179,39 @@ def _sequences_are_apart(subject: Subject, make: Make) -> str:
 
 
 def _far_pages(subject: Subject, make: Make) -> str:
-    near = make(poison=False)
+    near, cache = _one_cache(make(poison=False))
     table = near.block_table
     assert table is not None
-    near = replace(near, v=near.k)  # one cache of that size is enough
-    first = ADDRESSES_32 // near.k[0].numel() + 1
-    far = near.k.new_empty((first + len(near.k), *near.k.shape[1:]))
-    far[first:] = near.k
-    moved = replace(near, k=far, v=far, block_table=table + first)
+    first = ADDRESSES_32 // cache[0].numel() + 1
+    far = cache.new_empty((first + len(cache), *cache.shape[1:]))
+    far[first:] = cache
+    moved = replace(_attending(near, far), block_table=table + first)
     if not _same(*subject.run(near), *subject.run(moved)):
         return f"results change where the same pages have ids from {first} on"
     return ""
 
 
 def _far_keys(subject: Subject, make: Make) -> str:
-    near = make(poison=False)
-    near = replace(near, v=near.k)
-    tokens = _tokens_first(near.k, near.problem)  # (batch, tokens, kv heads, head_dim)
+    near, cache = _one_cache(make(poison=False))
+    tokens = _tokens_first(cache, near.problem)  # (batch, tokens, kv heads, channels)
     batch, keys, heads, channels = tokens.shape
     apart = max(-(-ADDRESSES_32 // (keys - 1) // 8) * 8, batch * heads * channels)
-    memory = near.k.new_empty(apart * (keys - 1) + batch * heads * channels)
+    memory = cache.new_empty(apart * (keys - 1) + batch * heads * channels)
     steps = (heads * channels, apart, channels, 1)
     far = _tokens_first(memory.as_strided(tokens.shape, steps).copy_(tokens), near.problem)
-    result = subject.run(replace(near, k=far, v=far))
-    return Budget(near).judge(*result).reason
+    return Budget(near).judge(*subject.run(_attending(near, far))).reason
+
+
+def _one_cache(inputs: Inputs) -> tuple[Inputs, torch.Tensor]:
+    """The inputs with k and v in one tensor, and that: one of a size beyond 32 bits is enough."""
+    cache = max(inputs.k, inputs.v, key=lambda tensor: tensor.shape[-1])
+    return _attending(inputs, cache), cache
+
+
+def _attending(inputs: Inputs, cache: torch.Tensor) -> Inputs:
+    p = inputs.problem
+    k = cache[..., : p.head_dim]
+    return replace(inputs, k=k, v=k if p.latent else cache[..., : p.head_dim_v])
 
 
 def _pages_anywhere(subject: Subject, make: Make) -> str:
@@ -380,15 +389,11 @@ def _flipped(tensor: torch.Tensor) -> torch.Tensor:
 def _same(*tensors: torch.Tensor | None) -> bool:
     """Whether the second half of the tensors has the bits of the first."""
     half = len(tensors) // 2
-    bits = {2: torch.int16, 4: torch.int32}
     return all(
-        a is b or (a is not None and b is not None and torch.equal(*_bits(a, b, bits)))
+        a is b or (a is not None and b is not None and torch.equal(_bytes(a), _bytes(b)))
         for a, b in zip(tensors[:half], tensors[half:], strict=True)
     )
 
 
-def _bits(
-    a: torch.Tensor, b: torch.Tensor, bits: dict[int, torch.dtype]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    kind = bits[a.element_size()]
-    return a.contiguous().view(kind), b.contiguous().view(kind)
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

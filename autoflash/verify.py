@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+import torch
+
 from autoflash.child import Child, ChildError, Failure
 from autoflash.config import Config
 from autoflash.errors import AutoflashError
@@ -26,6 +28,7 @@ from autoflash.subjects import Candidate, Exported, Subject
 
 INTERPRET = {"TRITON_INTERPRET": "1"}  # one process cannot both interpret and compile
 TUNED_BYTES = 4 << 30  # of K and V: several processes share the memory
+KEPT_BYTES = 1 << 30  # of memory that torch may keep in a process between cases, beside others'
 CASE_DEADLINE_S = 300.0  # compiling what is new, on a host whose other cores compile too
 
 
@@ -51,7 +54,10 @@ class Examiner:
         make = partial(case.make, self._seed, self._device)
         subject = self._subject(told)
         with self._failures():
-            return case.asked.ask(subject, make)
+            reason = case.asked.ask(subject, make)
+        if self._device == "cuda" and torch.cuda.memory_reserved() > KEPT_BYTES:
+            torch.cuda.empty_cache()
+        return reason
 
     def _made(self, told: Told) -> Subject:
         return Candidate(told, self._gpu) if isinstance(told, Config) else Exported(told)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("clause", "cases", "broken", "left_out")
 TOLD_EVERY_S = 5.0
-MOST_JOBS = 8  # processes of one GPU, each of which compiles
+MOST_JOBS = 12  # processes of one GPU, each of which compiles, and whose memory they share
 
 
 def verify(
@@ -53,7 +53,7 @@ def verify(
         typer.Option("--retime", help="Time winners again; lists who wins now, and stale rows."),
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes at once, else one for each core up to 8.")
+        int | None, typer.Option(min=1, help="Processes at once, else one for each core up to 12.")
     ] = None,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a JUnit report.")

@@ -12,7 +12,9 @@ import pytest
 from autoflash.accuracy import Budget
 from autoflash.inputs import make_inputs
 from autoflash.kinds import kinds_of
-from autoflash.probes import judged
+from autoflash.matrix import Case
+from autoflash.probes import ADDRESSES_32, PROBES, judged
+from autoflash.problem import Problem
 
 
 def autoflash(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -77,6 +79,28 @@ def test_a_file_that_is_no_exported_module_is_the_users_mistake(tmp_path: Path) 
     (tmp_path / "empty.py").write_text("")
     done = autoflash("verify", "--module", tmp_path / "empty.py", folder=tmp_path)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: ")
+
+
+class Far:
+    """Right, and it saw keys and values whose last token begins beyond 32 bits."""
+
+    far = False
+
+    def run(self, inputs, softmax_scale=None, with_lse=True):
+        p, budget = inputs.problem, Budget(inputs, softmax_scale)
+        assert inputs.k.shape[-1] == p.head_dim and inputs.v.shape[-1] == p.head_dim_v
+        tensors = (inputs.k, inputs.v)
+        self.far |= all(t.stride(1) * (p.seqlen_k - 1) >= ADDRESSES_32 for t in tensors)
+        return budget.out.to(inputs.q.dtype), budget.lse.float()
+
+
+@pytest.mark.parametrize("widths", [(40, 40), (24, 40), (40, 24)], ids=str)
+def test_keys_beyond_32_bits_are_asked_of_values_of_another_width_too(widths) -> None:
+    subject, probe = Far(), "keys beyond 32 bits"
+    problem = Problem("prefill", "bf16", 1, 2, 1, widths[0], 9, 20, head_dim_v=widths[1])
+    case = Case(probe, problem)
+    assert PROBES[probe].ask(subject, lambda **more: case.make(0, "cpu", **more)) == ""
+    assert subject.far
 
 
 class Trespasser:
