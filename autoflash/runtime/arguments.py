@@ -233,9 +233,12 @@ def cached_sizes(
     if block_table is None:
         _expect(function, of_k, "batch", k_cache.shape[0], batch)
     else:
-        columns = block_table.shape[1] if block_table.dim() == 2 else -1
+        if block_table.dim() != 2:
+            told = f"{block_table.dim()} dimensions, not (batch, most pages)"
+            raise ProblemError(f"{function}: block_table has {told}")
+        columns = block_table.shape[1]
         check_index(function, "block_table", block_table, q.device, (batch, columns))
-        if columns > 0 and block_table.stride(1) != 1:
+        if columns and block_table.stride(1) != 1:
             raise ProblemError(f"{function}: block_table rows must be contiguous")
         page_size = capacity
         capacity = columns * page_size
@@ -246,7 +249,7 @@ def most_keys(function: str, max_seqlen_k: int | None, capacity: int) -> int:
     """`max_seqlen_k`, or the cache's capacity. Raises ProblemError for more than that."""
     if max_seqlen_k is None:
         return capacity
-    if not 0 <= max_seqlen_k <= capacity:
+    if type(max_seqlen_k) is bool or not 0 <= max_seqlen_k <= capacity:
         raise ProblemError(
             f"{function}: max_seqlen_k {max_seqlen_k} is not from 0 to the cache's capacity"
             f" {capacity}"

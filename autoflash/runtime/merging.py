@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .argument_types import refuse_types
 from .arguments import ARGUMENT_DTYPES
 from .installed import device_for, installed
 from .operators import merge_traced
@@ -35,6 +36,7 @@ def merge(
     """
     if torch.compiler.is_compiling():
         return merge_traced(out_a, lse_a, out_b, lse_b, layout)
+    refuse_types("merge", (out_a, lse_a, out_b, lse_b, layout))
     check_parts(out_a, lse_a, out_b, lse_b, layout)
     device_for(out_a)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
