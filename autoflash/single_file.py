@@ -11,7 +11,7 @@ RUNTIME = Path(__file__).resolve().parent / "runtime"
 def runtime_files() -> list[Path]:
     """The files of runtime/ that the public functions reach, each after those it imports from."""
     graph: dict[str, list[str]] = {}
-    reached = ["dispatch", "merging", "warm"]
+    reached = ["dispatch", "merging", "transformers_attention", "warm"]
     while reached:
         stem = reached.pop()
         if stem not in graph:

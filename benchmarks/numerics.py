@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from harness import arguments, load_module, write_results
-from serving import Choose, first_divergences, generated, llama, load_example
+from serving import NAME, Choose, first_divergences, generated, llama
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTILES = (0.5, 0.99, 0.9999, 1.0)
@@ -37,15 +37,14 @@ class Streams:
 
 def main() -> int:
     options = parsed()
-    example = load_example()
-    example.register(load_module(options.module))
+    load_module(options.module).register_attention(NAME)
     results, agree = [], True
     with torch.inference_mode():
         prompt = torch.randint(1, options.vocabulary, (options.batch, options.prompt))
         for dtype in DTYPES:
             model = llama(options, DTYPES[dtype])
             for way, noise in ways(options.seed).items():
-                streams = streams_of(model, example.NAME, prompt.cuda(), options.tokens, noise)
+                streams = streams_of(model, NAME, prompt.cuda(), options.tokens, noise)
                 result = case_of(dtype, way, streams, noise)
                 agree = agree and not result["unexplained"]
                 results.append(result)

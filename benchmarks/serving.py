@@ -15,8 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from harness import arguments, case_result, load_module, write_results
 
 from autoflash.turns import turns
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "transformers_attention.py"
+NAME = "attention_dispatch"  # of the module among transformers' attentions
 PEERS = ("sdpa", "flex_attention")
 ROUNDS, UNTIMED = 12, 2
 # Logits (batch, vocabulary) and which step they are of to tokens (batch, 1).
@@ -51,9 +49,8 @@ class Generation:
 
 def main() -> int:
     options = parsed()
-    example = load_example()
-    example.register(load_module(options.module))
-    names = {"autoflash": example.NAME, **{name: name for name in PEERS}}
+    load_module(options.module).register_attention(NAME)
+    names = {"autoflash": NAME, **{name: name for name in PEERS}}
     results, agree = [], True
     with torch.inference_mode():
         model = llama(options, torch.bfloat16)
@@ -84,16 +81,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="generated for each")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     return parser.parse_args()
-
-
-def load_example() -> ModuleType:
-    """How a model of transformers is given the exported module."""
-    found = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[EXAMPLE.stem] = module
-    found.loader.exec_module(module)
-    return module
 
 
 def llama(options: Any, dtype: torch.dtype, device: str = "cuda") -> Any:

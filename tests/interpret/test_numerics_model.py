@@ -4,7 +4,6 @@ import argparse
 import importlib
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,14 +29,9 @@ def numerics(monkeypatch):
 def module(numerics, tmp_path):
     path = tmp_path / "attention_dispatch.py"
     path.write_text(export(shipped_winners()).text)
-    return importlib.import_module("harness").load_module(path)
-
-
-@pytest.fixture
-def example(numerics, module):
-    example = numerics.load_example()
-    example.register(module)
-    return example
+    module = importlib.import_module("harness").load_module(path)
+    module.register_attention(numerics.NAME)
+    return module
 
 
 @pytest.fixture
@@ -47,13 +41,11 @@ def prompt():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
-def test_our_tokens_are_sdpas_but_where_the_dtype_explains_it(
-    numerics, example, prompt, dtype, way
-):
+def test_our_tokens_are_sdpas_but_where_the_dtype_explains_it(numerics, module, prompt, dtype, way):
     noise = numerics.ways(0)[way]
     with torch.inference_mode():
         model = numerics.llama(SMALL, numerics.DTYPES[dtype], "cpu")
-        streams = numerics.streams_of(model, example.NAME, prompt, SMALL.tokens, noise)
+        streams = numerics.streams_of(model, numerics.NAME, prompt, SMALL.tokens, noise)
         told = numerics.case_of(dtype, way, streams, noise)
         assert told["unexplained"] == []
         assert 0 < told["ours"] < told["largest_logit"] * torch.finfo(model.dtype).eps ** 0.5
@@ -63,17 +55,16 @@ def test_our_tokens_are_sdpas_but_where_the_dtype_explains_it(
 
 
 def test_attention_that_sees_less_has_another_error_than_its_dtype(
-    numerics, module, example, prompt
+    numerics, module, prompt, monkeypatch
 ):
-    def near(function, *tensors, **call):
-        return getattr(module, function)(*tensors, **{**call, "window": (3, 0)})
+    def near(whole, *tensors, **call):
+        return whole(*tensors, **{**call, "window": (3, 0)})
 
-    example.register(
-        SimpleNamespace(prefill=partial(near, "prefill"), decode=partial(near, "decode"))
-    )
+    for function in ("prefill", "decode"):
+        monkeypatch.setattr(module, function, partial(near, getattr(module, function)))
     noise = numerics.ways(0)["greedy"]
     with torch.inference_mode():
         model = numerics.llama(SMALL, torch.float32, "cpu")
-        streams = numerics.streams_of(model, example.NAME, prompt, SMALL.tokens, noise)
+        streams = numerics.streams_of(model, numerics.NAME, prompt, SMALL.tokens, noise)
         told = numerics.case_of("fp32", "greedy", streams, noise)
     assert told["ratio"] < 0.01 and told["unexplained"]

@@ -38,9 +38,8 @@ def module(serving, tmp_path):
 
 @pytest.fixture
 def names(serving, module):
-    example = serving.load_example()
-    example.register(module)
-    return {"autoflash": example.NAME, "sdpa": "sdpa", "nobody": "nobody"}
+    module.register_attention(serving.NAME)
+    return {"autoflash": serving.NAME, "sdpa": "sdpa", "nobody": "nobody"}
 
 
 def test_a_generation_of_each_is_timed_and_their_tokens_compared(serving, module, options, names):

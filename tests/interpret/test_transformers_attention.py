@@ -1,11 +1,10 @@
-"""The example for transformers: its models choose the tokens that they choose with eager attention.
+"""register_attention(): models of transformers choose the tokens of eager attention.
 
 Skipped where transformers is not installed.
 """
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from autoflash.store import shipped_winners
 
 transformers = pytest.importorskip("transformers")
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "transformers_attention.py"
+NAME = "a_module"
 SMALL = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -39,14 +38,9 @@ def imported(path, name):
 def module(tmp_path_factory):
     path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
     path.write_text(export(shipped_winners()).text)
-    return imported(path, "transformers_dispatch")
-
-
-@pytest.fixture(scope="module")
-def example(module):
-    example = imported(SCRIPT, "transformers_attention")
-    example.register(module)
-    return example
+    module = imported(path, "transformers_dispatch")
+    module.register_attention(NAME)
+    return module
 
 
 def model_of(kind, **more):
@@ -74,27 +68,40 @@ def tokens(model, name, cache, prompt):
     ],
     ids=lambda model: model[0],
 )
-def test_a_model_chooses_the_tokens_it_chooses_with_eager_attention(example, module, model, cache):
+def test_a_model_chooses_the_tokens_it_chooses_with_eager_attention(module, model, cache):
     kind, more = model
     model = model_of(kind, **more)
     prompt = torch.randint(1, 97, (2, 20))
     expected = tokens(model, "eager", cache, prompt)
     before = sum(module.coverage().values())
-    assert torch.equal(tokens(model, example.NAME, cache, prompt), expected)
+    assert torch.equal(tokens(model, NAME, cache, prompt), expected)
     assert sum(module.coverage().values()) == before + 2 * 3  # layers, steps
 
 
-def test_the_comparison_would_see_an_attention_that_is_wrong(example, module, monkeypatch):
+def test_the_comparison_would_see_an_attention_that_is_wrong(module, monkeypatch):
     model = model_of("Llama")
     prompt = torch.randint(1, 97, (2, 20))
     expected = tokens(model, "eager", "dynamic", prompt)
     monkeypatch.setattr(module, "prefill", lambda q, *_, **__: torch.zeros_like(q))
-    assert not torch.equal(tokens(model, example.NAME, "dynamic", prompt), expected)
+    assert not torch.equal(tokens(model, NAME, "dynamic", prompt), expected)
 
 
-def test_a_padded_batch_is_refused(example):
+def test_a_padded_batch_is_refused(module):
     model = model_of("Llama")
-    model.set_attn_implementation(example.NAME)
+    model.set_attn_implementation(NAME)
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     with pytest.raises(ValueError, match="padded batches are not supported"):
         model(torch.ones(2, 3, dtype=torch.long), attention_mask=mask)
+
+
+def test_a_name_that_transformers_takes_for_its_own_is_refused(module):
+    with pytest.raises(module.ProblemError, match="name 'autoflash' has 'flash' in it"):
+        module.register_attention("autoflash")
+
+
+def test_what_a_static_cache_holds_is_asked_of_the_device_once_a_step(module):
+    lengths = module.lengths_for_mask(2, 20, 64, q_offset=torch.tensor(3))
+    layer, (q, k) = torch.nn.Module(), (torch.randn(2, 4, 20, 16), torch.randn(2, 2, 64, 16))
+    first, _ = module.attend_layer(layer, q, k, k, lengths)
+    lengths.zero_()  # as if it said no more
+    assert torch.equal(module.attend_layer(layer, q, k, k, lengths)[0], first)

@@ -98,6 +98,7 @@ LATE_IMPORTS = {
         "triton.language",  # a process that compiles needs none of this, and starts sooner
         "triton.runtime",
     },
+    "transformers_attention.py": {"transformers"},  # of those alone whose models attend by it
 }
 
 
