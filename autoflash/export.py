@@ -1,6 +1,8 @@
 """Export: measured winners become one module that needs torch and triton only."""
 
 import hashlib
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,17 +35,20 @@ PUBLIC = (
     "kv_identity",
     "merge",
     "prefill",
+    "register_attention",
     "self_test",
     "use_bundle",
     "warmup",
     "write_trace",
 )
 APART = "\n\n\n"  # between the functions of a kernels' text
+KERNELS_FOLDER = "kernels"  # of a package
 MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
 
+MADE_BY = f"Made by autoflash {__version__};"
 DOCSTRING = '''"""Attention for the GPUs and shapes listed below: {functions}.
 
-Made by autoflash {version}; not for editing. Needs torch and triton.
+{made_by} not for editing. Needs torch and triton.
 {provenance}
 """
 '''
@@ -51,9 +56,14 @@ Made by autoflash {version}; not for editing. Needs torch and triton.
 
 @dataclass(frozen=True)
 class Export:
-    """The module's text, its rows, and the winners left out with the reason for each."""
+    """The module's text, its rows, and the winners left out with the reason for each.
+
+    As a package it has `package_text` instead and a file for each of `kernels`, texts by name.
+    """
 
     text: str
+    package_text: str
+    kernels: Mapping[str, str]
     rows: tuple[ExportedProblem, ...]
     left_out: tuple[tuple[Winner, str], ...]
 
@@ -81,7 +91,13 @@ def export(
         reasons = sorted({reason for _, reason in left_out}) or ["no winners are stored"]
         raise ExportError(f"nothing to export: {'; '.join(reasons)}")
     rows = _portfolios(kept, most_configs)
-    return Export(_module_text(kept, rows), tuple(rows), tuple(left_out))
+    names = _variants(rows)
+    kernels = {render(variant).name: render(variant).text for variant in names.values()}
+    head, tables = _head_text(kept, rows), _tables_text(kept, rows, names)
+    text = _signed(head + _texts_text(kernels) + tables)
+    files = f'_TEXTS = KernelFiles(Path(__file__).parent / "{KERNELS_FOLDER}")\n'
+    package = _signed(head + files + tables, "".join(kernels[name] for name in sorted(kernels)))
+    return Export(text, package, kernels, tuple(rows), tuple(left_out))
 
 
 def unseen_loss(rows: Sequence[ExportedProblem]) -> list[str]:
@@ -100,14 +116,35 @@ def unseen_loss(rows: Sequence[ExportedProblem]) -> list[str]:
     ]
 
 
-def write_module(text: str, path: Path) -> None:
-    """Write the module whole or not at all. Raises ExportError."""
-    if path.suffix != ".py":
-        raise ExportError(f"{path}: the module's name must end in .py")
+def write_module(module: Export, path: Path) -> Path:
+    """Write the module whole or not at all, a package where `path` has no suffix; its main file.
+
+    A package of an earlier export is replaced. Raises ExportError.
+    """
+    if path.suffix not in ("", ".py"):
+        raise ExportError(f"{path}: the module's name must end in .py, or be a folder's")
     try:
-        write_whole(path, text)
+        if path.suffix:
+            write_whole(path, module.text)
+            return path
+        return _write_package(module, path)
     except OSError as error:
-        raise ExportError(f"cannot write {path}: {error.strerror}") from None
+        raise ExportError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _write_package(module: Export, folder: Path) -> Path:
+    main = folder / "__init__.py"
+    if folder.exists() and not (main.is_file() and MADE_BY in main.read_text()):
+        raise ExportError(f"{folder}: exists and is no package that `autoflash export` wrote")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
+        new = Path(made) / folder.name
+        (new / KERNELS_FOLDER).mkdir(parents=True)
+        write_whole(new / "__init__.py", module.package_text)
+        for name, text in module.kernels.items():
+            write_whole(new / KERNELS_FOLDER / f"{name}.py", text)
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+    return main
 
 
 def _reason_to_leave_out(winner: Winner, gpus: Sequence[str], allow_predicted: bool) -> str | None:
@@ -168,29 +205,26 @@ def _valid(gpu: Gpu, problem: Problem, config: Config) -> bool:
     return why_refused(problem, config, gpu) is None
 
 
-def _module_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> str:
+def _head_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> str:
+    """What a module begins with: all that the tables are for."""
     imports, bodies = joined_runtime()
     unseen = unseen_loss(rows)
     told = [f"Had it not been tuned, a problem would lose {line}" for line in unseen[:1]]
     docstring = DOCSTRING.format(
         functions="prefill(), decode(), append_kv() and merge()",
-        version=__version__,
+        made_by=MADE_BY,
         provenance="\n".join([*_provenance(winners), *told, *unseen[1:]]),
     )
-    text = "\n".join(
-        [
-            docstring,
-            "from __future__ import annotations\n",
-            imports,
-            f"__all__ = {list(PUBLIC)!r}\n\n".replace("'", '"'),
-            bodies,
-            "",
-            _tables_text(winners, rows),
-        ]
-    )
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    public = f"__all__ = {list(PUBLIC)!r}\n\n".replace("'", '"')
+    future = "from __future__ import annotations\n"
+    return "\n".join([docstring, future, imports, public, bodies, "", ""])
+
+
+def _signed(text: str, beside: str = "") -> str:
+    """The text with its operators, in a namespace that tells it, and what is `beside`, apart."""
+    digest = hashlib.sha256((text + beside).encode()).hexdigest()[:12]
     text += f'register_operators("autoflash_{digest}", prefill, decode, append_kv, merge)\n'
-    if not text.isascii():
+    if not (text + beside).isascii():
         raise ExportError("the module would not be ASCII: a GPU's name or a template is not")
     return text
 
@@ -206,19 +240,25 @@ def _provenance(winners: Sequence[Winner]) -> list[str]:
     return sorted(lines)
 
 
-def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> str:
-    """The kernels' texts, once each, and a table of integers a GPU and triton version."""
+def _variants(rows: Sequence[ExportedProblem]) -> dict[tuple[str, ...], Variant]:
+    """Those that the module carries, by family and the switches that are on."""
     used = {row.config.family for row in rows}
     # of each op the family whose default serves what no row does; a backward where one was tuned
-    names = _names(
+    return _names(
         used | {"prefill", "decode", "decode_latent"} | {FAMILIES[name].op for name in used},
         rows,
     )
-    texts = {render(variant).name: render(variant).text for variant in names.values()}
+
+
+def _tables_text(
+    winners: Sequence[Winner],
+    rows: Sequence[ExportedProblem],
+    names: Mapping[tuple[str, ...], Variant],
+) -> str:
+    """The names of kernels, and a table of integers a GPU and triton version."""
     triton_of = {(w.gpu, w.decision.problem): w.toolchain.triton for w in winners}
     knobs = sorted({row.config.knobs for row in rows}, key=repr)
-    lines = _texts_lines(texts)
-    lines += ["_NAMES = {  # (family, its switches that are on)"]
+    lines = ["_NAMES = {  # (family, its switches that are on)"]
     lines += [f"    {key!r}: {render(names[key]).name!r}," for key in sorted(names)]
     lines += ["}", "_KNOBS = ("]
     lines += [f"    {dict(each)!r}," for each in knobs]
@@ -240,7 +280,7 @@ def _tables_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> 
     return "\n".join(lines)
 
 
-def _texts_lines(texts: Mapping[str, str]) -> list[str]:
+def _texts_text(texts: Mapping[str, str]) -> str:
     """The texts by name, of pieces that many of them share: a function each, as a rule."""
     pieces = sorted({piece for text in texts.values() for piece in text.split(APART)})
     places = {piece: place for place, piece in enumerate(pieces)}
@@ -251,7 +291,7 @@ def _texts_lines(texts: Mapping[str, str]) -> list[str]:
     for name in sorted(texts):
         of_text = [places[piece] for piece in texts[name].split(APART)]
         lines.append(f"        {name!r}: {of_text!r},")
-    return [*lines, "    }.items()", "}"]
+    return "\n".join([*lines, "    }.items()", "}", ""])
 
 
 def _names(

@@ -156,7 +156,8 @@ class Exported:
 
 
 def exported_module(path: Path) -> ModuleType:
-    """The module in the file. Raises AutoflashError for a file that is none of ours."""
+    """The module in the file, or package. Raises AutoflashError for what is none of ours."""
+    path = path / "__init__.py" if path.is_dir() else path
     found = importlib.util.spec_from_file_location("attention_dispatch", path)
     if found is None or found.loader is None or not path.is_file():
         raise AutoflashError(f"{path}: is not a Python file that can be read")

@@ -174,7 +174,7 @@ def export_module(db: Path, path: Path) -> None:
     """Write the module of a database's winners over the shipped ones, as autoflash export does."""
     with Store.open(db, readonly=True) as store:
         winners = overlay(store.winners(), shipped_winners())
-    write_module(export(winners).text, path)
+    write_module(export(winners), path)
 
 
 def portable_configs(problem: Problem, gpu: Gpu) -> list[Config]:

@@ -180,7 +180,7 @@ def _exported(db: Path | None) -> Path:
             with Store.open(db, readonly=True) as store:
                 winners = overlaid_winners(store)
     path = Path(tempfile.mkdtemp(prefix="autoflash-bench-")) / "attention_dispatch.py"
-    write_module(export(winners).text, path)
+    write_module(export(winners), path)
     return path
 
 

@@ -27,7 +27,10 @@ COLUMNS = (
 
 def export(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="NAME.py", help="The module to write.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="NAME.py|FOLDER", help="The module to write, or a package."
+        ),
     ] = Path("attention_dispatch.py"),
     db: Annotated[
         list[Path] | None,
@@ -51,6 +54,9 @@ def export(
 ) -> None:
     """Write one Python module that serves what was measured.
 
+    A name without .py is that of a package, with a file for each kernel: to read, to profile and to
+    step through.
+
     Databases are laid over each other, the first on top, and over the winners shipped with
     autoflash. The rows printed say which config serves each problem, what it loses against the
     problem's own winner, and what the problem would lose had it not been tuned: an estimate for
@@ -65,11 +71,11 @@ def export(
         allow_predicted=allow_predicted,
         most_configs=max_configs,
     )
-    write_module(module.text, output)
+    main = write_module(module, output)
     if bundle:
         from autoflash.bundle import write_bundle
 
-        count = write_bundle(output, bundle)
+        count = write_bundle(main, bundle)
         notice(f"{bundle}: {count} kernels")
     for reason, count in Counter(reason for _, reason in module.left_out).most_common():
         notice(f"{count} winners left out: {reason}")

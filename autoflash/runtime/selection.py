@@ -41,7 +41,7 @@ from .latent_validity import (
     decode_latent_unsupported,
 )
 from .launch import interpreted
-from .load import load_text
+from .load import KernelFiles, load_text
 from .match import MatchSizes, match_bucket, match_distance, match_key, match_sizes
 from .problem import Problem, ProblemError
 from .validity import decode_refusal, decode_unsupported, prefill_refusal, prefill_unsupported
@@ -116,7 +116,7 @@ class GpuTable(NamedTuple):
 class Tables(NamedTuple):
     """All an exported module knows: kernel texts by name, names by switches, rows by GPU."""
 
-    texts: Mapping[str, str]
+    texts: Mapping[str, str] | KernelFiles
     names: Mapping[tuple[str, ...], str]  # (family, its switches that are on)
     gpus: tuple[GpuTable, ...]
 
@@ -219,7 +219,9 @@ class Selector:
     def module(self, family: str, switches: tuple[str, ...]) -> ModuleType:
         """The kernels of a family with these switches on, loaded."""
         name = self.tables.names[family, *switches]
-        return _selection_module(name, self.tables.texts[name])
+        texts = self.tables.texts
+        file = texts.path(name) if isinstance(texts, KernelFiles) else f"{name}.py"
+        return _selection_module(file, texts[name])
 
     def require_rows(self, device: Device) -> None:
         """Raise LookupError on a GPU without rows."""
@@ -254,8 +256,8 @@ class Selector:
 
 
 @cache
-def _selection_module(name: str, text: str) -> ModuleType:
-    module = load_text(f"{name}.py", text)
+def _selection_module(file: str, text: str) -> ModuleType:
+    module = load_text(file, text)
     bundle_kernels_of(module)
     return module
 

@@ -81,7 +81,7 @@ def test_what_was_tuned_over_pages_serves_pages_of_other_sizes_and_no_contiguous
 
 def test_the_module_needs_no_autoflash_and_starts_no_cuda(tmp_path):
     path = tmp_path / "attention_dispatch.py"
-    write_module(export([winner_of(prefill_of())]).text, path)
+    write_module(export([winner_of(prefill_of())]), path)
     script = (
         "import sys; sys.modules['autoflash'] = None\n"
         "import attention_dispatch, torch\n"
@@ -315,16 +315,18 @@ def test_a_module_says_at_its_top_what_untuned_shapes_may_lose():
 
 
 def test_a_module_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    module = export([winner_of(prefill_of())])
     with pytest.raises(ExportError, match=r"the module's name must end in \.py"):
-        write_module("text", tmp_path / "module")
-    with pytest.raises(ExportError, match=r"cannot write .*No such file or directory"):
-        write_module("text", tmp_path / "missing" / "module.py")
+        write_module(module, tmp_path / "module.txt")
+    for name in ("module.py", "package"):
+        with pytest.raises(ExportError, match=r"cannot write .*No such file or directory"):
+            write_module(module, tmp_path / "missing" / name)
     path = tmp_path / "module.py"
     path.write_text("before")
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(full))
     with pytest.raises(ExportError, match=r"cannot write .*No space left on device"):
-        write_module("after", path)
+        write_module(module, path)
     assert path.read_text() == "before"
     assert [entry.name for entry in tmp_path.iterdir()] == ["module.py"]
 
