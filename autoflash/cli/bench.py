@@ -9,7 +9,7 @@ import typer
 from autoflash.cli.filters import AsCsv, Database, OfOp
 from autoflash.cli.notices import notice, store_warnings_told
 from autoflash.cli.options import AsJson, print_json
-from autoflash.cli.table import print_rows_as_csv, print_table
+from autoflash.cli.table import Drawn, print_rows_as_csv, print_table
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 COLUMNS = (
     *("problem", "contender", "us", "p20_us", "p80_us", "p99_us", "host_us", "gbps", "tflops"),
     *("percent_of_roofline", "launches", "temporary_bytes", "error", "best_peer_ratio"),
+)
+DRAWN = Drawn(
+    {name: name for name in ("problem", "contender", "us", "p99_us", "host_us", "gbps", "tflops")}
+    | {"roof %": "percent_of_roofline", "launches": "launches"}
+    | {"best peer ratio": "best_peer_ratio", "error": "error"},
+    above=("error",),
+    spare=("launches", "gbps", "p99_us"),
 )
 
 
@@ -100,7 +107,7 @@ def bench(
     elif as_csv:
         print_rows_as_csv(COLUMNS, rows)
     else:
-        print_table(COLUMNS, rows)
+        print_table(COLUMNS, rows, DRAWN)
 
 
 def makers_of(
@@ -126,7 +133,6 @@ def makers_of(
 
 def rows_of(one: "Versus", gpu: "Gpu") -> list[tuple[Any, ...]]:
     """A row for each contender of a problem, ours first, then the fastest."""
-    from autoflash.problem import title
     from autoflash.roofline import floor
     from autoflash.versus import OURS
 
@@ -140,7 +146,7 @@ def rows_of(one: "Versus", gpu: "Gpu") -> list[tuple[Any, ...]]:
         mark = f"{name} (imprecise)" if name in one.imprecise else name
         rows.append(
             (
-                *(title(one.problem), mark, us, each.p20_us, each.p80_us),
+                *(one.problem, mark, us, each.p20_us, each.p80_us),
                 *(cost.p99_us, cost.host_us, *rates, cost.launches, cost.temporary_bytes),
                 *(each.error, one.ratio if name == OURS else None),
             )

@@ -6,21 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoflash.cli.filters import (
-    AsCsv,
-    Count,
-    Database,
-    Filters,
-    Length,
-    OfDtype,
-    OfFamily,
-    OfGpu,
-    OfOp,
-    Paged,
-)
+from autoflash.cli.filters import AsCsv, Database, Filters, filtered
 from autoflash.cli.notices import notice, store_warnings_told
 from autoflash.cli.options import AsJson, print_json
-from autoflash.cli.table import print_rows_as_csv, print_table
+from autoflash.cli.table import Drawn, print_rows_as_csv, print_table
 
 if TYPE_CHECKING:
     from autoflash.explain import Explanation, Measured
@@ -30,21 +19,19 @@ SUMMARY = (
     *("number", "gpu", "problem", "family", "knobs", "winner_us", "gain_percent"),
     *("roofline_percent", "limiter", "spill_bytes", "neighbours", "tried", "failed"),
 )
+DRAWN = Drawn(
+    {"n": "number", "gpu": "gpu", "problem": "problem", "family": "family", "us": "winner_us"}
+    | {"gain %": "gain_percent", "roof %": "roofline_percent"}
+    | {"limiter": "limiter", "knobs": "knobs"},
+    above=("gpu", "family", "limiter"),
+    spare=("limiter", "knobs"),
+)
 MOST_RUNNERS_UP = 8
 
 
+@filtered
 def explain(
-    gpu: OfGpu = None,
-    op: OfOp = None,
-    dtype: OfDtype = None,
-    head_dim: Count = None,
-    num_heads: Count = None,
-    num_kv_heads: Count = None,
-    batch: Count = None,
-    seqlen_q: Count = None,
-    seqlen_k: Length = None,
-    paged: Paged = None,
-    family: OfFamily = None,
+    filters: Filters,
     number: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Of several winners, this one in full.")
     ] = None,
@@ -59,19 +46,6 @@ def explain(
     """
     if as_json and as_csv:
         raise typer.BadParameter("--json or --csv, not both")
-    filters = Filters.of(
-        gpu,
-        paged,
-        op=op,
-        dtype=dtype,
-        head_dim=head_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        family=family,
-    )
     found = explained(db, filters, number)
     if as_json:
         print_json([_object(one) for _, one in found])
@@ -80,7 +54,7 @@ def explain(
     elif len(found) == 1:
         _print_in_full(found[0][1])
     elif found:
-        print_table(SUMMARY, [_summary(place, one) for place, one in found])
+        print_table(SUMMARY, [_summary(place, one) for place, one in found], DRAWN)
         notice("--number N, or filters that leave one winner, tell it in full")
     else:
         notice("no measured winners are what was asked for")
@@ -115,13 +89,11 @@ def explained(
 
 
 def _summary(number: int, one: "Explanation") -> tuple[Any, ...]:
-    from autoflash.problem import title
-
     decision = one.winner.decision
     return (
         number,
         one.winner.gpu.name,
-        title(decision.problem),
+        decision.problem,
         decision.winner.family,
         _knobs(decision.winner),
         decision.winner_us,

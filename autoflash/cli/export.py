@@ -8,7 +8,7 @@ import typer
 
 from autoflash.cli.notices import notice, store_warnings_told
 from autoflash.cli.options import AsJson
-from autoflash.cli.table import print_rows_as_json, print_table
+from autoflash.cli.table import Drawn, print_rows_as_json, print_table
 
 if TYPE_CHECKING:
     from autoflash.export import Export
@@ -22,6 +22,12 @@ COLUMNS = (
     "loses_percent",
     "unseen_loses_percent",
     "source",
+)
+DRAWN = Drawn(
+    {name: name for name in ("gpu", "source", "problem", "family")}
+    | {"loses %": "loses_percent", "unseen loses %": "unseen_loses_percent", "knobs": "knobs_json"},
+    above=("gpu", "source", "family"),
+    spare=("knobs",),
 )
 
 
@@ -84,12 +90,10 @@ def export(
     if told := unseen_loss(module.rows):
         notice(f"had it not been tuned, a problem would lose {' '.join(told)}")
     _record(databases_of(db or [])[:1], module, max_configs)
-    from autoflash.problem import title
-
     rows = [
         (
             row.gpu.name,
-            title(row.problem),
+            row.problem,
             row.config.family,
             row.config.to_json(),
             round(100 * row.regret, 2),
@@ -101,7 +105,7 @@ def export(
     if as_json:
         print_rows_as_json(COLUMNS, rows)
     else:
-        print_table(COLUMNS, rows)
+        print_table(COLUMNS, rows, DRAWN)
 
 
 def databases_of(given: list[Path]) -> list[Path]:

@@ -7,21 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoflash.cli.explain import explained
-from autoflash.cli.filters import (
-    AsCsv,
-    Count,
-    Database,
-    Filters,
-    Length,
-    OfDtype,
-    OfFamily,
-    OfGpu,
-    OfOp,
-    Paged,
-)
+from autoflash.cli.filters import AsCsv, Database, Filters, filtered
 from autoflash.cli.notices import notice
 from autoflash.cli.options import AsJson
-from autoflash.cli.table import print_rows_as_csv, print_rows_as_json, print_table
+from autoflash.cli.table import (
+    Drawn,
+    print_rows_as_csv,
+    print_rows_as_json,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from autoflash.explain import Explanation
@@ -31,20 +25,19 @@ SUMMARY = (
     *("number", "gpu", "problem", "family", "knobs", "registers", "spill_bytes", "smem_bytes"),
     *("occupancy_percent", "bound_by", "programs"),
 )
+DRAWN = Drawn(
+    {"n": "number", "gpu": "gpu", "problem": "problem", "family": "family"}
+    | {"regs": "registers", "spill bytes": "spill_bytes", "smem bytes": "smem_bytes"}
+    | {"occupancy %": "occupancy_percent", "bound by": "bound_by", "programs": "programs"}
+    | {"knobs": "knobs"},
+    above=("gpu", "family", "regs", "spill bytes", "smem bytes", "occupancy %", "bound by"),
+    spare=("programs", "knobs"),
+)
 
 
+@filtered
 def profile(
-    gpu: OfGpu = None,
-    op: OfOp = None,
-    dtype: OfDtype = None,
-    head_dim: Count = None,
-    num_heads: Count = None,
-    num_kv_heads: Count = None,
-    batch: Count = None,
-    seqlen_q: Count = None,
-    seqlen_k: Length = None,
-    paged: Paged = None,
-    family: OfFamily = None,
+    filters: Filters,
     number: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Of several winners, this one.")
     ] = None,
@@ -60,19 +53,6 @@ def profile(
     """
     if as_json and as_csv:
         raise typer.BadParameter("--json or --csv, not both")
-    filters = Filters.of(
-        gpu,
-        paged,
-        op=op,
-        dtype=dtype,
-        head_dim=head_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        family=family,
-    )
     found = explained(db, filters, number)
     if len(found) == 1:
         names, rows = _one(db, found[0][1])
@@ -85,7 +65,7 @@ def profile(
     elif as_csv:
         print_rows_as_csv(names, rows)
     elif rows:
-        print_table(names, rows)
+        print_table(names, rows, DRAWN if names == SUMMARY else None)
     else:
         notice("no measured winners are what was asked for")
 
@@ -145,14 +125,12 @@ def _record(db: Path | None, one: "Explanation", profiles: "list[Profile]") -> N
 
 
 def _summary(number: int, one: "Explanation") -> tuple[Any, ...]:
-    from autoflash.problem import title
-
     decision, took, limits = one.winner.decision, one.resources, one.limits
     known = took.registers is not None
     return (
         number,
         one.winner.gpu.name,
-        title(decision.problem),
+        decision.problem,
         decision.winner.family,
         " ".join(f"{name}={value}" for name, value in decision.winner.knobs),
         took.registers,

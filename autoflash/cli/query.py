@@ -6,21 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from autoflash.cli.filters import (
-    AsCsv,
-    Count,
-    Database,
-    Filters,
-    Length,
-    OfDtype,
-    OfFamily,
-    OfGpu,
-    OfOp,
-    Paged,
-)
+from autoflash.cli.filters import AsCsv, Database, Filters, filtered
 from autoflash.cli.notices import notice, store_warnings_told
 from autoflash.cli.options import AsJson
 from autoflash.cli.table import (
+    Drawn,
+    on_terminal,
     print_rows_as_csv,
     print_rows_as_json,
     print_table,
@@ -36,33 +27,52 @@ SHAPE = ("gpu", "op", "dtype", "num_heads", "num_kv_heads", "head_dim", "batch",
 WINNER_TABLE = (
     *SHAPE,
     *("seqlen_k", "causal", "page_size", "family", "knobs_json", "winner_us", "margin", "source"),
-    *("origin", "foreign"),
+    *("origin", "foreign", "triton", "problem"),
 )
 TRIAL_TABLE = (
     *("id", *SHAPE),
     *("seqlen_k", "causal", "page_size", "family", "knobs_json", "status", "stage", "median_us"),
-    *("registers", "spill_bytes", "smem_bytes", "source", "foreign", "error"),
+    *("registers", "spill_bytes", "smem_bytes", "source", "foreign", "triton", "problem", "error"),
 )
 FAILURE_TABLE = ("gpu", "family", "status", "reason", "candidates", "problems", "example")
 DIFF_TABLE = (
     *SHAPE[1:],
     *("seqlen_k", "causal", "page_size", "first", "second", "first_us", "second_us", "ratio"),
-    *("same_config", "first_knobs_json", "second_knobs_json"),
+    *("same_config", "first_knobs_json", "second_knobs_json", "problem"),
 )
+# What a terminal has of them, what is as wide as it likes last.
+OF_ALL = ("gpu", "triton", "source", "origin", "foreign")
+DRAWN = {
+    WINNER_TABLE: Drawn(
+        {name: name for name in (*OF_ALL, "problem", "family")}
+        | {"us": "winner_us", "gain %": "gain_percent", "knobs": "knobs_json"},
+        above=(*OF_ALL, "family"),
+        spare=("knobs",),
+    ),
+    TRIAL_TABLE: Drawn(
+        {name: name for name in ("gpu", "triton", "source", "foreign", "id", "problem", "family")}
+        | {"status": "status", "stage": "stage", "us": "median_us"}
+        | {"knobs": "knobs_json", "error": "error"},
+        above=(*OF_ALL, "family", "status", "stage", "error"),
+        spare=("knobs",),
+    ),
+    FAILURE_TABLE: Drawn(
+        {name: name for name in FAILURE_TABLE}, above=("gpu", "family"), spare=("example",)
+    ),
+    DIFF_TABLE: Drawn(
+        {"first": "first", "second": "second", "problem": "problem"}
+        | {"first us": "first_us", "second us": "second_us", "ratio": "ratio"}
+        | {"same config": "same_config"}
+        | {"first knobs": "first_knobs_json", "second knobs": "second_knobs_json"},
+        above=("first", "second"),
+        spare=("first knobs", "second knobs"),
+    ),
+}
 
 
+@filtered
 def query(
-    gpu: OfGpu = None,
-    op: OfOp = None,
-    dtype: OfDtype = None,
-    head_dim: Count = None,
-    num_heads: Count = None,
-    num_kv_heads: Count = None,
-    batch: Count = None,
-    seqlen_q: Count = None,
-    seqlen_k: Length = None,
-    paged: Paged = None,
-    family: OfFamily = None,
+    filters: Filters,
     trials: Annotated[
         bool, typer.Option("--trials", help="Every trial, failed ones too, not the winners.")
     ] = False,
@@ -94,20 +104,8 @@ def query(
     ] = None,
 ) -> None:
     """Print winners, yours laid over the shipped ones; or trials, failures, changes."""
-    filters = Filters.of(
-        gpu,
-        paged,
-        op=op,
-        dtype=dtype,
-        head_dim=head_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        family=family,
-        status=status,
-    )
+    if status is not None:
+        filters = filters.also(status=status)
     asked = [trials, failures, diff is not None, sql is not None]
     if sql is not None and (filters or any(asked[:3])):
         raise typer.BadParameter("--sql takes no filters: it has its own WHERE")
@@ -117,9 +115,9 @@ def query(
         raise typer.BadParameter("--status needs --trials: a winner is always correct")
     if between is not None and diff is None:
         raise typer.BadParameter("--between needs --diff")
-    if diff == "gpu" and gpu is not None:
+    if diff == "gpu" and filters.gpu is not None:
         raise typer.BadParameter("--diff gpu takes its GPUs from --between")
-    if diff is not None and family is not None:
+    if diff is not None and "family" in filters.columns:
         raise typer.BadParameter("--diff compares winners of whichever family")
     if sum([as_json, as_csv, parquet is not None]) > 1:
         raise typer.BadParameter("--json, --csv or --parquet, not two of them")
@@ -138,7 +136,8 @@ def query(
                 table, (names, found) = WINNER_TABLE, _winners(db, filters)
             for_people = not (as_json or as_csv or parquet)
             if for_people:
-                names, found = table, [_without_predicted_times(row) for row in found]
+                names = tuple(DRAWN[table].headings.values()) if on_terminal() else table
+                found = [_for_people(row) for row in found]
             rows = [tuple(row[name] for name in names) for row in found]
     shown = rows[:limit]
     if len(shown) < len(rows):
@@ -151,7 +150,7 @@ def query(
         write_rows_as_parquet(names, shown, parquet)
         notice(f"{parquet}: {len(shown)} rows")
     elif shown:
-        print_table(names, shown)
+        print_table(names, shown, DRAWN.get(table))
     else:
         notice("no rows")
 
@@ -210,7 +209,24 @@ def _winners(db: Path | None, filters: Filters) -> "Found":
         return WINNER_COLUMNS, [row for row in rows if filters.match(row)]
 
 
-def _without_predicted_times(row: "Row") -> "Row":
-    """In a table for people, what was only predicted must not look like a time."""
-    times = ("winner_us", "margin") if row.get("source") == "predicted" else ()
-    return row | dict.fromkeys(times)
+def _for_people(row: "Row") -> "Row":
+    """The row with its problem; what was only predicted must not look like a time."""
+    told = dict(row)
+    if row.get("source") == "predicted":
+        told |= dict.fromkeys(("winner_us", "margin"))
+    if (margin := told.get("margin")) is not None:
+        told["gain_percent"] = round(100 * margin, 1)
+    if "op" in row:
+        told["problem"] = _problem(row)
+    return {"gain_percent": None} | told
+
+
+def _problem(row: "Row") -> Any:
+    """The problem of a row, or why its fields make none."""
+    from autoflash.problem import Problem, ProblemError
+    from autoflash.runtime.problem import PROBLEM_FIELDS
+
+    try:
+        return Problem(**{name: row[name] for name in PROBLEM_FIELDS})
+    except ProblemError as error:
+        return str(error)

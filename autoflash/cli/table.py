@@ -1,19 +1,42 @@
 """Rows on stdout: a table for people, JSON, CSV or Parquet for scripts."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 WIDEST = 200  # of a cell in a table: all knobs of a family, the beginning of an error
 
 
-def print_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Aligned columns; in a terminal drawn by rich."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    if sys.stdout.isatty():
-        _draw(names, cells)
+@dataclass(frozen=True)
+class Drawn:
+    """What a terminal has of a table: which columns by which headings.
+
+    Of these `above` are said once if all rows agree, and `spare` are left out where there is no
+    room, the last first.
+    """
+
+    headings: Mapping[str, str]
+    above: Sequence[str] = ()
+    spare: Sequence[str] = ()
+
+
+def on_terminal() -> bool:
+    """Whether rows are read by a person: a table is as wide as the terminal, not as its columns."""
+    return sys.stdout.isatty()
+
+
+def print_table(
+    names: Sequence[str], rows: Sequence[Sequence[Any]], drawn: Drawn | None = None
+) -> None:
+    """All columns, aligned; in a terminal as `drawn` says, and as wide as it is."""
+    if on_terminal():
+        from autoflash.cli.drawing import draw
+
+        draw(names, rows, drawn)
         return
+    cells = [[cell_of(value) for value in row] for row in rows]
     lines = [list(names), *cells]
     numeric = [
         all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))
@@ -32,7 +55,8 @@ def print_rows_as_json(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> N
     import json
 
     objects = [
-        {name: _value(name, value) for name, value in zip(names, row, strict=True)} for row in rows
+        {name: _value(name, value) for name, value in zip(names, row, strict=True)}
+        for row in titled(rows)
     ]
     print(json.dumps(objects, indent=2))
 
@@ -43,7 +67,7 @@ def print_rows_as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> No
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows(rows)
+    writer.writerows(titled(rows))
 
 
 def write_rows_as_parquet(names: Sequence[str], rows: Sequence[Sequence[Any]], path: Path) -> None:
@@ -66,13 +90,26 @@ def write_rows_as_parquet(names: Sequence[str], rows: Sequence[Sequence[Any]], p
         raise AutoflashError(f"{path}: no Parquet for these rows: {error}") from None
 
 
-def _cell(value: Any) -> str:
+def titled(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The rows with a problem's title in place of the problem."""
+    return [[_titled(value) for value in row] for row in rows]
+
+
+def cell_of(value: Any) -> str:
+    """What a table shows of a value, in one line."""
+    value = _titled(value)
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:.5g}"
     text = " ".join(str(value).split())  # an error may have lines and tabs
     return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
+
+
+def _titled(value: Any) -> Any:
+    from autoflash.problem import Problem, title
+
+    return title(value) if isinstance(value, Problem) else value
 
 
 def _value(name: str, value: Any) -> Any:
@@ -88,17 +125,3 @@ def _value(name: str, value: Any) -> Any:
         except ValueError:
             return value
     return value
-
-
-def _draw(names: Sequence[str], cells: list[list[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for row in cells:
-        table.add_row(*(Text(cell) for cell in row))  # Text: a cell is never read as markup
-    Console().print(table)
