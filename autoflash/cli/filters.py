@@ -117,10 +117,13 @@ class Filters:
         """Whether a row, with the columns of the database's views, is what was asked for."""
         from autoflash.store.foreign import names
 
-        windowed = max(row["window_left"], row["window_right"]) >= 0
         return (
             all(row[column] == value for column, value in self.columns.items())
             and (self.gpu is None or "gpu" not in row or names(self.gpu, row["gpu"]))
             and (self.paged is None or (row["page_size"] > 0) == self.paged)
-            and (self.window is None or windowed == self.window)
+            and (self.window is None or _windowed(row) == self.window)
         )
+
+
+def _windowed(row: Mapping[str, Any]) -> bool:
+    return max(row["window_left"], row["window_right"]) >= 0
