@@ -5,23 +5,36 @@ from dataclasses import dataclass
 from autoflash.store.opening import told
 from autoflash.store.store import Store
 
+# Who refers to a row of a table. What an export or a profile of shipped winners brings is theirs.
+REFERENCES = {
+    "gpus": ("gpu_id FROM runs", "gpu_id FROM exported_problems", "gpu_id FROM profiles"),
+    "toolchains": (
+        "toolchain_id FROM runs",
+        "toolchain_id FROM exported_problems",
+        "toolchain_id FROM profiles",
+    ),
+    "problems": (
+        "problem_id FROM run_problems",
+        "problem_id FROM trials",
+        "problem_id FROM decisions",
+        "problem_id FROM exported_problems",
+        "problem_id FROM profiles",
+    ),
+    "configs": (
+        "config_id FROM trials",
+        "winner_config_id FROM decisions",
+        "default_config_id FROM decisions",
+        "config_id FROM exported_problems",
+        "config_id FROM profiles",
+    ),
+    "kernels": ("kernel_id FROM trials", "kernel_id FROM decisions", "kernel_id FROM profiles"),
+}
 # Rows that nothing refers to do no harm: an interrupted tune leaves some.
 ORPHANS = {
-    "gpus without a run": "gpus WHERE id NOT IN (SELECT gpu_id FROM runs)",
-    "toolchains without a run": "toolchains WHERE id NOT IN (SELECT toolchain_id FROM runs)",
-    "problems without a run": (
-        "problems WHERE id NOT IN (SELECT problem_id FROM run_problems "
-        "UNION SELECT problem_id FROM trials UNION SELECT problem_id FROM decisions)"
-    ),
-    "configs without a trial": (
-        "configs WHERE id NOT IN (SELECT config_id FROM trials "
-        "UNION SELECT winner_config_id FROM decisions "
-        "UNION SELECT default_config_id FROM decisions)"
-    ),
-    "kernels without a trial": (
-        "kernels WHERE id NOT IN (SELECT kernel_id FROM trials "
-        "UNION SELECT kernel_id FROM decisions)"
-    ),
+    **{
+        f"{table} of nothing": f"{table} WHERE id NOT IN (SELECT {' UNION SELECT '.join(columns)})"
+        for table, columns in REFERENCES.items()
+    },
     "runs without an end": "runs WHERE ended_at = ''",
 }
 

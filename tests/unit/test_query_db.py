@@ -2,13 +2,15 @@
 
 import json
 import sqlite3
+from dataclasses import replace
 
 import pytest
-from store_samples import A100, H200, OLDER, decision, run, trial
+from store_samples import A100, H200, OLDER, PROBLEM, config, decision, exported, run, trial, winner
 from typer.testing import CliRunner
 
 from autoflash.cli import app
 from autoflash.errors import StoreError
+from autoflash.records import Profile
 from autoflash.store import Store, read_winners, tunedb_dir
 
 
@@ -106,13 +108,29 @@ def test_check_counts_what_belongs_to_nothing(db):
     assert counts == {
         "damaged pages or rows": 0,
         "references to nothing": 0,
-        "gpus without a run": 0,
-        "toolchains without a run": 1,
-        "problems without a run": 1,
-        "configs without a trial": 2,
-        "kernels without a trial": 2,
+        "gpus of nothing": 0,
+        "toolchains of nothing": 1,
+        "problems of nothing": 1,
+        "configs of nothing": 2,
+        "kernels of nothing": 2,
         "runs without an end": 1,
     }
+
+
+@pytest.mark.parametrize("record", ["an export", "a profile"])
+def test_check_finds_nothing_in_what_an_export_or_a_profile_of_shipped_winners_brings(db, record):
+    elsewhere = winner(A100, problem=replace(PROBLEM, batch=77), toolchain=OLDER)
+    with Store.open(db) as store:
+        if record == "an export":
+            own = replace(
+                exported(A100, elsewhere.decision.problem), toolchain=OLDER, config=config(4)
+            )
+            store.record_export("5d" * 32, 4, [own])
+        else:
+            taken = Profile("attend", 64, 0, 1024, 4, 8, 50.0)
+            store.record_profiles(elsewhere, OLDER, [taken])
+    found = json.loads(do("check", "--json").stdout)
+    assert {row["name"]: row["count"] for row in found if row["count"]} == {}
 
 
 def test_check_names_references_to_nothing(db):
