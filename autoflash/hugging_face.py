@@ -73,8 +73,7 @@ def import_config(path: Path, shapes: Shapes, tensor_parallel: int = 1) -> Impor
         dtype = "bf16"
         notices.append("it does not say its dtype: bf16 is taken")
     told_by = _latent if model_type in LATENT else _plain
-    entries, notice = told_by(config, dtype, shapes, tensor_parallel)
-    notices += [notice] if notice else []
+    entries = told_by(config, dtype, shapes, tensor_parallel)
     name = path.parent.name if path.name == "config.json" else path.stem
     return Imported(_written({"name": name or model_type, **entries}), tuple(notices))
 
@@ -116,9 +115,7 @@ class _Config:
         return WorkloadError(f"{self._file}: {key}: {reason}")
 
 
-def _plain(
-    config: _Config, dtype: str, shapes: Shapes, tensor_parallel: int
-) -> tuple[dict[str, Any], str]:
+def _plain(config: _Config, dtype: str, shapes: Shapes, tensor_parallel: int) -> dict[str, Any]:
     """What a workload says of a model whose keys and values are of one width."""
     longest = config.number("max_position_embeddings")
     heads: dict[str, Any] = _heads(config, tensor_parallel)
@@ -127,12 +124,11 @@ def _plain(
     except ProblemError as error:
         raise config.mistake("num_attention_heads, head_dim", str(error)) from None
     attentions = _attentions(config, config.text("model_type"))
-    entries = {
+    return {
         "model": {**heads, "dtype": dtype},
         "prefill": [_prefill(each, shapes, longest) for each in attentions],
         "decode": [_decode(each, shapes, longest) for each in attentions],
     }
-    return entries, ""
 
 
 def _heads(config: _Config, tensor_parallel: int) -> dict[str, int]:
@@ -219,29 +215,35 @@ def _reached(lengths: Sequence[int], longest: int) -> list[int]:
     return sorted({length for length in lengths if length <= longest} or {longest})
 
 
-def _latent(
-    config: _Config, dtype: str, shapes: Shapes, tensor_parallel: int
-) -> tuple[dict[str, Any], str]:
-    """What decode reads of latent attention: one KV head that all GPUs have, keys and values."""
+def _latent(config: _Config, dtype: str, shapes: Shapes, tensor_parallel: int) -> dict[str, Any]:
+    """What a workload says of latent attention.
+
+    Decode reads one KV head that all GPUs have, keys and values; prefill has keys and values of
+    each head, of different widths.
+    """
     rope, rank = config.number("qk_rope_head_dim"), config.number("kv_lora_rank")
     width, wide = config.number("qk_nope_head_dim") + rope, config.number("v_head_dim")
     heads, layers = config.number("num_attention_heads"), config.number("num_hidden_layers")
     if heads % tensor_parallel:
         reason = f"{heads} heads cannot be dealt to {tensor_parallel} GPUs"
         raise config.mistake("num_attention_heads", reason)
-    model: dict[str, Any] = {"num_heads": heads // tensor_parallel, "num_kv_heads": 1}
-    model["head_dim"] = rank + rope
-    try:
-        Problem("decode", dtype, 1, **model, head_dim_v=rank, seqlen_q=1, seqlen_k=1)
-    except ProblemError as error:
-        raise config.mistake("kv_lora_rank, qk_rope_head_dim", str(error)) from None
+    own = heads // tensor_parallel
+    latent = {"num_kv_heads": 1, "head_dim": rank + rope, "head_dim_v": rank}
+    each = {"num_kv_heads": own, "head_dim": width, "head_dim_v": wide}
+    for op, widths, keys in (
+        ("decode", latent, "kv_lora_rank, qk_rope_head_dim"),
+        ("prefill", each, "qk_nope_head_dim, qk_rope_head_dim, v_head_dim"),
+    ):
+        try:
+            Problem(op, dtype, 1, num_heads=own, **widths, seqlen_q=1, seqlen_k=1)
+        except ProblemError as error:
+            raise config.mistake(keys, str(error)) from None
     longest = config.number("max_position_embeddings")
-    entry = {"head_dim_v": rank, **_decode(Attention(layers), shapes, longest)}
-    notice = (
-        f"prefill of {layers} layers is not served yet: its keys are {width} and its values"
-        f" {wide} wide, and both must be equal"
-    )
-    return {"model": {**model, "dtype": dtype}, "prefill": [], "decode": [entry]}, notice
+    return {
+        "model": {"num_heads": own, "dtype": dtype},
+        "prefill": [{**each, **_prefill(Attention(layers), shapes, longest)}],
+        "decode": [{**latent, **_decode(Attention(layers), shapes, longest)}],
+    }
 
 
 def _written(told: Mapping[str, Any]) -> str:

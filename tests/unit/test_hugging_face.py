@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from making import candidates
 from typer.testing import CliRunner
 
 from autoflash.cli import app
@@ -165,12 +166,28 @@ def test_gpt_oss_has_sinks(imported):
 def test_latent_attention_is_decoded_from_one_head_that_every_gpu_has(imported):
     for gpus, heads in ((1, 128), (8, 16)):
         problems, notices = imported(DEEPSEEK, tensor_parallel=gpus)
-        assert {p.op for p, _ in problems} == {"decode"} and all(p.latent for p, _ in problems)
-        assert {(p.num_heads, p.num_kv_heads, w) for p, w in problems} == {(heads, 1, 32)}
-        assert notices == (
-            "prefill of 32 layers is not served yet: its keys are 192 and its values 128 wide,"
-            " and both must be equal",
-        )
+        assert notices == ()
+        decodes = [(p, weight) for p, weight in problems if p.op == "decode"]
+        assert all(p.latent for p, _ in decodes)
+        assert {(p.num_heads, p.num_kv_heads, w) for p, w in decodes} == {(heads, 1, 32)}
+
+
+def test_latent_attention_has_a_key_and_a_value_for_each_head_in_prefill(imported):
+    for gpus, heads in ((1, 128), (8, 16)):
+        problems, _ = imported(DEEPSEEK, tensor_parallel=gpus)
+        prefills = [p for p, weight in problems if p.op == "prefill" and weight == 32]
+        assert [(p.seqlen_q, p.head_dim, p.head_dim_v) for p in prefills] == [
+            (512, 192, 128),
+            (8192, 192, 128),
+        ]
+        assert {(p.num_heads, p.num_kv_heads) for p in prefills} == {(heads, heads)}
+        assert all(candidates(problem) for problem in prefills)
+    wide = "v_head_dim: head_dim 320 is not a multiple of 8 from 16 to 256"
+    with pytest.raises(WorkloadError, match=wide):
+        imported(DEEPSEEK | {"qk_nope_head_dim": 256})
+
+
+def test_what_is_not_latent_attention_of_these_widths_is_refused(imported):
     with pytest.raises(WorkloadError, match="kv_lora_rank, qk_rope_head_dim: head_dim 320 is not"):
         imported(DEEPSEEK | {"kv_lora_rank": 256})
     with pytest.raises(WorkloadError, match="num_attention_heads: 128 heads cannot be dealt to 3"):
