@@ -36,14 +36,20 @@ def read_results(path: Path) -> tuple[list[Beside], int]:
     Raises AutoflashError for a file that is no results file.
     """
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(path.read_text(encoding="utf-8"))
         cases, gpu = told["cases"], str(told["device"]["name"])
         source = f"{path.name}, {told.get('date', 'no date')}"
         found = [_beside(case, gpu, source) for case in cases if case.get("peers")]
     except OSError as error:
         raise AutoflashError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise AutoflashError(f"{path}: no results of a benchmark: {error!r}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise AutoflashError(f"{path}: no results of a benchmark: is not JSON") from None
+    except KeyError as error:
+        raise AutoflashError(
+            f"{path}: no results of a benchmark: lacks `{error.args[0]}`"
+        ) from None
+    except (ValueError, TypeError, AttributeError):
+        raise AutoflashError(f"{path}: no results of a benchmark: its cases are none") from None
     return [one for one in found if one], found.count(None)
 
 

@@ -267,16 +267,26 @@ def test_results_of_a_benchmark_stand_beside_their_problem(tmp_path):
     assert (worse.rows[0][1][0].text, worse.rows[0][1][0].heat) == ("0.80", 0)
 
 
-WRONG_RESULTS = {"no json": "{", "a list": "[]", "no device": '{"cases": []}'}
+WRONG_RESULTS = {
+    "no json": (b"{", "is not JSON"),
+    "no text": (b"\x89PNG\r\n" + bytes(range(128, 256)) * 40, "is not JSON"),
+    "a list": (b"[]", "its cases are none"),
+    "no cases": (b"{}", "lacks `cases`"),
+    "no device": (b'{"cases": []}', "lacks `device`"),
+    "a case without peers' times": (
+        b'{"cases": [{"peers": {"x": 1}}], "device": {"name": "H200"}}',
+        "lacks `case`",
+    ),
+}
 
 
-@pytest.mark.parametrize("text", WRONG_RESULTS.values(), ids=WRONG_RESULTS)
-def test_a_file_that_holds_no_results_is_one_line(db, tmp_path, text):
+@pytest.mark.parametrize(("content", "why"), WRONG_RESULTS.values(), ids=WRONG_RESULTS)
+def test_a_file_that_holds_no_results_is_one_line(db, tmp_path, content, why):
     file = tmp_path / "wrong.json"
-    file.write_text(text)
+    file.write_bytes(content)
     result = ask("--db", db, "-o", tmp_path / "x.html", "--results", file)
     assert isinstance(result.exception, AutoflashError)
-    assert str(result.exception).startswith(f"{file}: no results of a benchmark: ")
+    assert str(result.exception) == f"{file}: no results of a benchmark: {why}"
     assert not (tmp_path / "x.html").exists()
 
 
