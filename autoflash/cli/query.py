@@ -34,6 +34,7 @@ TRIAL_TABLE = (
     *("seqlen_k", "causal", "page_size", "family", "knobs_json", "status", "stage", "median_us"),
     *("registers", "spill_bytes", "smem_bytes", "source", "foreign", "triton", "problem", "error"),
 )
+SHIPPED_ONLY = "you have no database yet: shipped winners only"
 FAILURE_TABLE = ("gpu", "family", "status", "reason", "candidates", "problems", "example")
 DIFF_TABLE = (
     *SHAPE[1:],
@@ -156,18 +157,28 @@ def query(
 
 
 def _ask(db: Path | None, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-    from autoflash.store import Store
+    from autoflash.store import Store, shipped_store, users_database
     from autoflash.store.asking import ask
 
+    if db is None and users_database() is None:
+        notice(SHIPPED_ONLY)
+        with shipped_store() as store:
+            return ask(store.conn, sql)
     with Store.open(db, readonly=True) as store:
         return ask(store.conn, sql)
 
 
 def _trials(db: Path | None, filters: Filters) -> "Found":
-    from autoflash.store import Store
+    from autoflash.errors import StoreError
+    from autoflash.store import Store, users_database
     from autoflash.store.foreign import here
     from autoflash.store.rows import TRIAL_COLUMNS, trial_rows
 
+    if db is None and users_database() is None:
+        raise StoreError(
+            "you have no database yet, and shipped winners come without trials: "
+            "`autoflash tune` makes some"
+        )
     with Store.open(db, readonly=True) as store:
         rows = trial_rows(store, here(filters.gpu))
         return TRIAL_COLUMNS, [row for row in rows if filters.match(row)]
@@ -201,7 +212,7 @@ def _winners(db: Path | None, filters: Filters) -> "Found":
     from autoflash.store.rows import WINNER_COLUMNS, winner_rows
 
     if db is None and users_database() is None:
-        notice("you have no database yet: shipped winners only")
+        notice(SHIPPED_ONLY)
         rows = winner_rows(None, here(filters.gpu))
         return WINNER_COLUMNS, [row for row in rows if filters.match(row)]
     with Store.open(db, readonly=True) as store:

@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Self
 
@@ -165,6 +166,18 @@ def shipped_winners() -> list[Winner]:
     """What was measured and is shipped with autoflash, in `winner_order`."""
     files = sorted((tunedb_dir() / "winners").glob("*.jsonl"))
     return sorted((w for file in files for w in read_winners(file)), key=reading.winner_order)
+
+
+@contextmanager
+def shipped_store() -> Iterator[Store]:
+    """The shipped winners as a database, which is gone afterwards."""
+    with (
+        TemporaryDirectory(prefix="autoflash-") as folder,
+        Store.open(Path(folder) / "shipped.db") as store,
+    ):
+        for file in sorted((tunedb_dir() / "winners").glob("*.jsonl")):
+            load_winners(store, file)
+        yield store
 
 
 def overlaid_winners(store: Store | None) -> list[Winner]:

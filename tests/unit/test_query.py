@@ -203,7 +203,26 @@ def test_without_a_database_the_shipped_winners_are_shown_and_none_is_made(tmp_p
 
 def test_a_database_that_was_named_must_be_there(tmp_path):
     assert refusal("--db", tmp_path / "no.db") == f"{tmp_path}/no.db: there is no such database"
-    assert refusal("--trials") == f"{tmp_path}/yours.db: there is no such database"
+    assert refusal("--db", tmp_path / "no.db", "--trials").endswith("there is no such database")
+
+
+@pytest.mark.parametrize("asked", ["--trials", "--failures"])
+def test_without_a_database_there_are_no_trials_and_it_is_said_who_makes_some(tmp_path, asked):
+    dump_winners([winner(us=1.0)], tmp_path / "tunedb" / "winners")
+    assert refusal(asked) == (
+        "you have no database yet, and shipped winners come without trials:"
+        " `autoflash tune` makes some"
+    )
+    assert not (tmp_path / "yours.db").exists()
+
+
+def test_without_a_database_sql_asks_the_shipped_winners(tmp_path):
+    dump_winners([winner(us=1.0), winner(A100, us=2.0)], tmp_path / "tunedb" / "winners")
+    result = ask("--sql", "SELECT gpu, winner_us FROM winners ORDER BY winner_us", "--csv")
+    assert result.stdout.splitlines()[1:] == ["NVIDIA H200,1.0", "NVIDIA A100-SXM4-80GB,2.0"]
+    assert result.stderr == "notice: you have no database yet: shipped winners only\n"
+    assert refusal("--sql", "DELETE FROM trials") == "--sql: only SELECT is allowed"
+    assert not (tmp_path / "yours.db").exists()
 
 
 FOREIGN = {
