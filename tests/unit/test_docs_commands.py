@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,3 +104,27 @@ def test_a_command_that_is_shown_runs(files, monkeypatch, line):
     assert result.exception is None, f"{result.exception}\n{result.stderr}"
     written = words[words.index("-o") + 1] if "-o" in words else None
     assert result.stdout if written is None else (files / written).exists()
+
+
+def shown_benchmarks() -> list[str]:
+    """Every call of a script of benchmarks/ once, on a line of its own or within one."""
+    pattern = r"(?:^    |`)python (benchmarks/[^`\n#>]*)"
+    found = [
+        line.strip()
+        for path in DOCUMENTS
+        for line in re.findall(pattern, path.read_text(), flags=re.MULTILINE)
+    ]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("line", shown_benchmarks())
+def test_a_benchmark_that_is_shown_has_these_options(line):
+    script, *words = shlex.split(line)
+    # what stands before --help is parsed: what is chosen by name is there, with options of its own
+    asked = [sys.executable, script, *words, "--help"]
+    told = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stderr
+    options = {word.split("=")[0] for word in words if word.startswith("--")}
+    assert options <= set(re.findall(r"--[a-z][a-z0-9-]*", told.stdout))
+    workload = words[words.index("--workload") + 1] if "--workload" in words else script
+    assert (ROOT / workload).is_file()
