@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from keyword import iskeyword
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -123,6 +124,8 @@ def write_module(module: Export, path: Path) -> Path:
     """
     if path.suffix not in ("", ".py"):
         raise ExportError(f"{path}: the module's name must end in .py, or be a folder's")
+    if not path.stem.isidentifier() or iskeyword(path.stem):
+        raise ExportError(f"{path}: {path.stem} is no name of a Python module")
     try:
         if path.suffix:
             write_whole(path, module.text)

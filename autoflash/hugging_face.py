@@ -228,8 +228,8 @@ def _latent(config: _Config, dtype: str, shapes: Shapes, tensor_parallel: int) -
         reason = f"{heads} heads cannot be dealt to {tensor_parallel} GPUs"
         raise config.mistake("num_attention_heads", reason)
     own = heads // tensor_parallel
-    latent = {"num_kv_heads": 1, "head_dim": rank + rope, "head_dim_v": rank}
-    each = {"num_kv_heads": own, "head_dim": width, "head_dim_v": wide}
+    latent: dict[str, Any] = {"num_kv_heads": 1, "head_dim": rank + rope, "head_dim_v": rank}
+    each: dict[str, Any] = {"num_kv_heads": own, "head_dim": width, "head_dim_v": wide}
     for op, widths, keys in (
         ("decode", latent, "kv_lora_rank, qk_rope_head_dim"),
         ("prefill", each, "qk_nope_head_dim, qk_rope_head_dim, v_head_dim"),

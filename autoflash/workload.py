@@ -53,6 +53,8 @@ def load_workload(path: Path | str) -> Workload:
     """The workload of a YAML file. Raises WorkloadError, one line a mistake: file, key, reason."""
     path = Path(path)
     raw = _read(path)
+    if raw is None:
+        raise WorkloadError(f"{path.name}: is empty")
     try:
         parsed = WorkloadFile.model_validate(raw)
     except ValidationError as error:

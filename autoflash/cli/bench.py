@@ -67,9 +67,10 @@ def bench(
         raise typer.BadParameter("--json or --csv, not both")
     from functools import partial
 
+    from autoflash.errors import DeviceError
     from autoflash.gauges import gauged
     from autoflash.gpu import detect
-    from autoflash.peers import PEERS
+    from autoflash.peers import PEERS, peer_versions
     from autoflash.turns import STEADY, interleaved
     from autoflash.versus import summary_of, versus
     from autoflash.workload import load_workload
@@ -82,7 +83,12 @@ def bench(
     if any(problem.op == "backward" for problem, _ in problems):
         notice("backward problems are left out: no peer's gradients are timed here")
         problems = [each for each in problems if each[0].op != "backward"]
-    gpu = detect()
+    try:
+        gpu = detect()
+    except DeviceError:
+        installed = [f"{name} {version}" for name, version in peer_versions().items()]
+        notice(f"peers installed here: {', '.join(installed)}, and those of torch itself")
+        raise
     ours = load_exported(module or _exported(db))
     time_all = partial(interleaved, gpu_us=1e3 * gpu_ms, pace=STEADY)
     found: list[Versus] = []

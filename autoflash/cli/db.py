@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.notices import counted, notice, store_warnings_told
 from autoflash.cli.options import AsJson
 from autoflash.cli.query import Database
 from autoflash.cli.table import print_rows_as_json, print_table
@@ -64,7 +64,11 @@ def load(
 
     with store_warnings_told(), Store.open(db) as store:
         for file in files:
-            print(f"{file}: {load_winners(store, file)} new winners")
+            new = load_winners(store, file)
+            if new or file.read_text(encoding="utf-8").strip():
+                print(f"{file}: {counted(new, 'new winner')}")
+            else:
+                notice(f"{file}: holds no winners")
 
 
 @app.command("merge")

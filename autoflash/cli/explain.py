@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoflash.cli.filters import AsCsv, Database, Filters, filtered
-from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.notices import counted, notice, store_warnings_told
 from autoflash.cli.options import AsJson, print_json
 from autoflash.cli.table import Drawn, print_rows_as_csv, print_table
 
@@ -124,6 +124,7 @@ def _print_in_full(one: "Explanation") -> None:
     if least.floor_us:
         us, bound = decision.winner_us, f"the {least.floor_us:.4g} us that {least.bound} allows"
         rates = f"{least.tflops(us):.4g} TFLOP/s, {least.gbps(us):.4g} GB/s"
+        launches = counted(limits.launches, "launch", "launches")
         exponentials = f"{limits.exponentials_us:.4g}" if limits.exponentials_us else "not known"
         print(f"  roofline  {least.percent(us):.1f} % of {bound}: {rates}")
         print(f"  limiter   {limits.limiter}; alone, at the GPU's peak, would take (us)")
@@ -132,7 +133,7 @@ def _print_in_full(one: "Explanation") -> None:
             f"exponentials {exponentials}; not overlapped:"
         )
         print(
-            f"            {limits.launches} launches about {limits.launch_us:.4g}, idle "
+            f"            {launches} about {limits.launch_us:.4g}, idle "
             f"multiprocessors {limits.idle_us:.4g}, latency and the rest {limits.rest_us:.4g}"
         )
     print(f"  takes     {_takes(one)}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.notices import counted, notice, store_warnings_told
 from autoflash.cli.options import AsJson
 from autoflash.cli.table import Drawn, print_rows_as_json, print_table
 
@@ -82,11 +82,12 @@ def export(
         from autoflash.bundle import write_bundle
 
         count = write_bundle(main, bundle)
-        notice(f"{bundle}: {count} kernels")
+        notice(f"{bundle}: {counted(count, 'kernel')}")
     for reason, count in Counter(reason for _, reason in module.left_out).most_common():
-        notice(f"{count} winners left out: {reason}")
+        notice(f"{counted(count, 'winner')} left out: {reason}")
     configs = {(row.gpu, row.config) for row in module.rows}
-    notice(f"{output}: {len(module.rows)} problems served by {len(configs)} configs")
+    served, by = counted(len(module.rows), "problem"), counted(len(configs), "config")
+    notice(f"{output}: {served} served by {by}")
     if told := unseen_loss(module.rows):
         notice(f"had it not been tuned, a problem would lose {' '.join(told)}")
     _record(databases_of(db or [])[:1], module, max_configs)

@@ -10,6 +10,11 @@ def notice(text: str) -> None:
     print(f"notice: {text}", file=sys.stderr)
 
 
+def counted(count: int, noun: str, several: str = "") -> str:
+    """`1 row`, `2 rows`; `several` where an s does not make it."""
+    return f"{count} {noun if count == 1 else several or f'{noun}s'}"
+
+
 @contextmanager
 def store_warnings_told() -> Iterator[None]:
     """What the store warns of inside is told as `warning:` lines."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from autoflash.cli.filters import AsCsv, Database, Filters, filtered
-from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.notices import counted, notice, store_warnings_told
 from autoflash.cli.options import AsJson
 from autoflash.cli.table import (
     Drawn,
@@ -149,7 +149,7 @@ def query(
         print_rows_as_csv(names, shown)
     elif parquet:
         write_rows_as_parquet(names, shown, parquet)
-        notice(f"{parquet}: {len(shown)} rows")
+        notice(f"{parquet}: {counted(len(shown), 'row')}")
     elif shown:
         print_table(names, shown, DRAWN.get(table))
     else:
@@ -202,7 +202,7 @@ def _changes(db: Path | None, by: str, between: str | None, filters: Filters) ->
             found = diff(filter(filters.match, decision_rows(store)), by, between)
     for side, alone in ((found.first, found.only_first), (found.second, found.only_second)):
         if alone:
-            notice(f"{alone} problems are of {by} {side} alone")
+            notice(f"{counted(alone, 'problem is', 'problems are')} of {by} {side} alone")
     return DIFF_COLUMNS, list(found.rows)
 
 

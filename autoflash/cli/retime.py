@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from autoflash.cli.export import databases_of, winners_over
-from autoflash.cli.notices import notice
+from autoflash.cli.notices import counted, notice
 from autoflash.cli.options import print_json
 from autoflash.cli.table import print_table
 
@@ -56,7 +56,8 @@ def report(found: list["Retimed"], as_json: bool) -> None:
     stale, unverified = (
         sum(retimed.state == state for retimed in found) for state in ("stale", "unverified")
     )
-    notice(f"{len(found)} winners: {inverted} inverted, {stale} stale, {unverified} unverified")
+    winners = counted(len(found), "winner")
+    notice(f"{winners}: {inverted} inverted, {stale} stale, {unverified} unverified")
     if any(retimed.now_us is None for retimed in found):
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.notices import counted, notice, store_warnings_told
 from autoflash.cli.options import AsJson, print_json
 from autoflash.cli.table import print_table
 
@@ -192,8 +192,8 @@ def _tell(result: "TuneResult") -> None:
     for problem, why in result.undecided:
         notice(f"undecided: {title(problem)}: {why}")
     notice(
-        f"{len(result.decisions)} problems decided by {result.trials} trials and {result.reused} "
-        f"earlier ones in {result.seconds:.0f} s, in {result.db}"
+        f"{counted(len(result.decisions), 'problem')} decided by {counted(result.trials, 'trial')} "
+        f"and {result.reused} earlier in {result.seconds:.0f} s, in {result.db}"
     )
     if result.busy is not None:
         gpus, processes = (100 * share for share in (result.busy.gpus, result.busy.processes))

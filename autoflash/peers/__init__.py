@@ -20,7 +20,8 @@ def peer_versions() -> dict[str, str]:
     """Versions of what the peers come from, where they are installed."""
     import torch
 
-    found = {"cudnn": str(torch.backends.cudnn.version())}
+    cudnn = torch.backends.cudnn.version()
+    found = {"cudnn": str(cudnn)} if cudnn else {}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

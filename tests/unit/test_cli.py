@@ -449,6 +449,13 @@ def test_export_joins_databases_and_says_what_serves_each_problem(monkeypatch, c
 
 
 @pytest.mark.usefixtures("shipped")
+def test_one_of_a_thing_is_told_without_an_s(monkeypatch, capsys, tmp_path):
+    own, module = database(tmp_path / "a.db", prefill_of()), str(tmp_path / "one.py")
+    assert run(monkeypatch, "export", "--db", str(own), "-o", module) == 0
+    assert f"{module}: 1 problem served by 1 config\n" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("shipped")
 def test_an_export_from_a_database_that_nobody_may_write_is_made_and_not_recorded(
     monkeypatch, capsys, tmp_path
 ):

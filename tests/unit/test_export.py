@@ -314,6 +314,13 @@ def test_a_module_says_at_its_top_what_untuned_shapes_may_lose():
     assert "2048 queries" in head and "would lose" not in export(winners[:1]).text.split('"""')[1]
 
 
+@pytest.mark.parametrize("name", ["1bad.py", "class.py", "my-module.py"])
+def test_a_module_that_could_not_be_imported_is_not_written(tmp_path, name):
+    with pytest.raises(ExportError, match=f"{name[:-3]} is no name of a Python module"):
+        write_module("text", tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_module_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     module = export([winner_of(prefill_of())])
     with pytest.raises(ExportError, match=r"the module's name must end in \.py"):

@@ -49,7 +49,7 @@ def test_dump_and_load_go_from_a_database_to_another(db, tmp_path):
     assert result.stdout.splitlines() == [str(file) for file in files]
     other = tmp_path / "other.db"
     result = do("load", *files, "--db", other)
-    assert result.stdout.splitlines() == [f"{file}: 1 new winners" for file in files]
+    assert result.stdout.splitlines() == [f"{file}: 1 new winner" for file in files]
     with Store.open(db) as one, Store.open(other) as two:
         assert one.winners() == two.winners()
     assert do("dump", "-o", tmp_path / "again", "--db", other).exit_code == 0
@@ -115,6 +115,13 @@ def test_check_counts_what_belongs_to_nothing(db):
         "kernels of nothing": 2,
         "runs without an end": 1,
     }
+
+
+def test_load_of_a_file_without_winners_says_so(db, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    result = do("load", empty)
+    assert (result.stdout, result.stderr) == ("", f"notice: {empty}: holds no winners\n")
 
 
 @pytest.mark.parametrize("record", ["an export", "a profile"])

@@ -278,7 +278,11 @@ def test_what_cannot_be_done_is_one_line(bench, monkeypatch, tmp_path):
         raise DeviceError("torch sees no GPU on this machine")
 
     monkeypatch.setattr("autoflash.gpu.detect", no_gpu)
-    assert isinstance(bench().exception, DeviceError)
+    monkeypatch.setattr("autoflash.peers.peer_versions", lambda: {"vllm": "0.9", "xformers": "1"})
+    without = bench()
+    assert isinstance(without.exception, DeviceError)
+    told = "notice: peers installed here: vllm 0.9, xformers 1, and those of torch itself\n"
+    assert told in without.stderr
     missing_file = CliRunner().invoke(app, ["bench", str(tmp_path / "no.yaml")])
     assert isinstance(missing_file.exception, WorkloadError)
 

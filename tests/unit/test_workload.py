@@ -243,6 +243,8 @@ def test_a_mistake_is_one_line_of_file_key_and_reason(tmp_path, text, expected):
 
 
 NOT_YAML = [
+    ("", "is empty"),
+    ("# nothing but this", "is empty"),
     ("- 1", "a list is not a mapping of keys to values"),
     ("a: 1\nb: 2\na: 3", "line 3, column 1: a is given twice"),
     ("model: {dtype: fp16, dtype: bf16}", "line 1, column 22: dtype is given twice"),
