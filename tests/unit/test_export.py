@@ -314,10 +314,11 @@ def test_a_module_says_at_its_top_what_untuned_shapes_may_lose():
     assert "2048 queries" in head and "would lose" not in export(winners[:1]).text.split('"""')[1]
 
 
-@pytest.mark.parametrize("name", ["1bad.py", "class.py", "my-module.py"])
+@pytest.mark.parametrize("name", ["1bad.py", "class.py", "my-module.py", "my-package"])
 def test_a_module_that_could_not_be_imported_is_not_written(tmp_path, name):
-    with pytest.raises(ExportError, match=f"{name[:-3]} is no name of a Python module"):
-        write_module("text", tmp_path / name)
+    module = export([winner_of(prefill_of())])
+    with pytest.raises(ExportError, match=f"{Path(name).stem} is no name of a Python module"):
+        write_module(module, tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
