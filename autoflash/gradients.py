@@ -28,7 +28,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Gradients(NamedTuple):
-    """Of q, k and v, each in its tensor's layout; or single rows of them, (rows, head_dim)."""
+    """Of q, k and v, each in its tensor's layout; or single rows of them, (rows, its channels)."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -159,13 +159,13 @@ def key_rows(problem: Problem, rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class _Group:
-    """A KV head of sequence `b` and its query heads: q, out, dout (group, queries, head_dim)."""
+    """A KV head of sequence `b` and its query heads: q, out, dout (group, queries, channels)."""
 
     inputs: Inputs
     b: int
     heads: slice
     q: torch.Tensor
-    k: torch.Tensor  # (keys, head_dim), as v
+    k: torch.Tensor  # (keys, channels), as v, which may have others
     v: torch.Tensor
     out: torch.Tensor
     dout: torch.Tensor
@@ -326,7 +326,7 @@ def _terms(
 
 
 def _summed(terms: _Terms, p_dtype: torch.dtype | None) -> Gradients:
-    """dq (group, queries, head_dim), dk and dv (keys, head_dim), head by head of the group."""
+    """dq (group, queries, channels), dk and dv (keys, channels), head by head of the group."""
     product = _product(p_dtype)
     dq = product(terms.ds, terms.k) * terms.scale
     dk = _added_up(product(terms.ds.transpose(1, 2), terms.q)) * terms.scale

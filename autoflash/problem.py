@@ -177,6 +177,19 @@ class Variant:
         return "BLOCK_DV" if self.head_dim_v else "BLOCK_D"
 
     @property
+    def told_of_scores(self) -> tuple[str, ...]:
+        """What a kernel of a backward tells its loop of windows, softcaps and slopes."""
+        told = ("window_left", "window_right") if self.window else ()
+        told += ("softcap_log2",) if self.softcap else ()
+        return (*told, "slope_log2") if self.alibi else told
+
+    @property
+    def told_of_hiding(self) -> tuple[str, ...]:
+        """What that of dk and dv tells of dropout and of masks beyond windows."""
+        told = {"dropout": "dropout", "documents": "document_ids", "prefix": "prefix"}
+        return tuple(name for switch, name in told.items() if getattr(self, switch))
+
+    @property
     def place_of_keys(self) -> str:
         """What tells the kernel where a sequence's keys are: its first token, or its number."""
         return "first_k" if self.varlen else "batch"

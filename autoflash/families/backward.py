@@ -12,7 +12,11 @@ from autoflash.runtime.backward_validity import (
     backward_refusal,
     backward_unsupported,
 )
-from autoflash.runtime.validity import prefill_fma_products, prefill_warpgroup_products
+from autoflash.runtime.validity import (
+    prefill_blocks_d,
+    prefill_fma_products,
+    prefill_warpgroup_products,
+)
 
 PARTS = (
     "triton_header.py.jinja",
@@ -72,7 +76,8 @@ def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     wrong = backward_refusal(problem, knobs, gpu)
     if wrong or knobs == backward_default(problem, gpu):
         return wrong
-    of_queries = Part("Q", "BLOCK_M", problem.seqlen_q, "BLOCK_N", problem.seqlen_k, sums=1)
+    sums = prefill_blocks_d(problem)[:1]
+    of_queries = Part("Q", "BLOCK_M", problem.seqlen_q, "BLOCK_N", problem.seqlen_k, sums)
     return (
         hopeless_load(problem, knobs, gpu)
         or hopeless(problem, knobs, gpu, keys_part(problem), backward_refusal)
@@ -87,9 +92,9 @@ def hopeless_load(problem: Problem, knobs: Mapping[str, Any], gpu: Gpu) -> str |
 
 
 class Part(NamedTuple):
-    """One of the two kernels: tiles of `own` rows, of which it sums so many, meet those of `step`.
+    """One of the two kernels: tiles of `own` rows meet those of `step`.
 
-    The rows are the first axis of all its products.
+    The rows are the first axis of all its products; `sums` are the channels of those it adds up.
     """
 
     name: str
@@ -97,12 +102,13 @@ class Part(NamedTuple):
     own_seqlen: int
     step: str
     step_seqlen: int
-    sums: int
+    sums: tuple[int, ...]
 
 
 def keys_part(problem: Problem) -> Part:
     """The kernel of dk and dv."""
-    return Part("KV", "BLOCK_N", problem.seqlen_k, "BLOCK_M", problem.seqlen_q, sums=2)
+    sums = prefill_blocks_d(problem)
+    return Part("KV", "BLOCK_N", problem.seqlen_k, "BLOCK_M", problem.seqlen_q, sums)
 
 
 def hopeless(
@@ -117,15 +123,15 @@ def hopeless(
     warpgroups = prefill_warpgroup_products(problem, gpu)
     own_name, step_name = f"{part.name}_{part.own}", f"{part.name}_{part.step}"
     own, step, num_warps = knobs[own_name], knobs[step_name], knobs[f"{part.name}_WARPS"]
-    block_d = 1 << (problem.head_dim - 1).bit_length()
+    widest = max(prefill_blocks_d(problem))
     least = 16 if fma_products else USUAL_TILE if warpgroups else 32
     for name, block in ((own_name, own), (step_name, step)):
-        if block < (32 if warpgroups and name == step_name and block_d == 256 else least):
+        if block < (32 if warpgroups and name == step_name and widest == 256 else least):
             return f"{name} {block} is too narrow for the products of {gpu.arch}"
     # a tensor-core product of one warp has 16 rows; more warps can only divide wide heads
-    if not fma_products and block_d < 128 and own < 16 * num_warps:
+    if not fma_products and min(part.sums) < 128 and own < 16 * num_warps:
         return f"{num_warps} warps have no 16 rows each in {own_name} {own}"
-    live = own * (part.sums * block_d + 2 * step) // (num_warps * WARP_SIZE[gpu.vendor])
+    live = own * (sum(part.sums) + 2 * step) // (num_warps * WARP_SIZE[gpu.vendor])
     limit = MAX_LIVE_FMA if fma_products else MAX_LIVE
     if live > limit:
         return f"a thread of {part.name} holds {live} values of sums and scores, more than {limit}"

@@ -110,9 +110,10 @@ def samples(family: Family) -> list[Problem]:
         for mask, beside in product(masks, ({}, {"varlen": True}, {"bias": True})):
             dropped: dict[str, Any] = {"dropout": True, **mask, **beside}
             every.append(sample(family.op, **dropped))
+    if family.op in ("prefill", "backward"):
+        every += [sample(family.op, causal=causal, head_dim_v=32) for causal in (False, True)]
     if family.op == "prefill":
         every += [sample("prefill", causal=True, masked_by=name) for name in MASKED_BY]
-        every += [sample("prefill", causal=causal, head_dim_v=32) for causal in (False, True)]
         every += [replace(each, head_dim_v=32) for each in every if each.paged]  # of the same texts
         beside = (name for name in MASKED_BY if name != "prefix")  # which is causal beyond it
         every += [sample("prefill", masked_by=name) for name in beside]

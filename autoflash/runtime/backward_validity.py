@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from .problem import Problem
-from .validity import prefill_fma_products, prefill_warpgroup_products
+from .validity import prefill_blocks_d, prefill_fma_products, prefill_warpgroup_products
 
 BACKWARD_MODIFIERS = ("softcap", "alibi", "bias", "sinks", "dropout")
 
@@ -24,8 +24,8 @@ def backward_unsupported(problem: Problem, gpu: Any) -> str | None:
         return "keys in pages are not served"
     if p.lengths != "equal" and not p.varlen:
         return "sequences of different lengths must be packed, in layout thd"
-    if p.head_dim_v != p.head_dim:
-        return f"head_dim_v {p.head_dim_v} is not head_dim {p.head_dim}"
+    if p.head_dim_v % 8 or not 16 <= p.head_dim_v <= 256:
+        return f"head_dim_v {p.head_dim_v} is not a multiple of 8 from 16 to 256"
     if p.kv_dtype != p.dtype or p.out_dtype != p.dtype:
         return f"kv_dtype {p.kv_dtype} and out_dtype {p.out_dtype} are not both dtype {p.dtype}"
     if gpu.vendor == "nvidia" and gpu.capability < 80:
@@ -74,7 +74,7 @@ def backward_single_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: 
     """A bound of the shared memory of the single pass: ds is read there, dq leaves through it."""
     block_m, block_n = knobs["KV_BLOCK_M"], knobs["KV_BLOCK_N"]
     plain = _backward_part_smem_bytes(problem, block_n, block_m, knobs["KV_STAGES"], gpu)
-    padded = 1 << (problem.head_dim - 1).bit_length()
+    padded, _ = prefill_blocks_d(problem)
     dq_tile = 4 * block_m * padded
     again = 0
     if block_m < 64 and knobs["LOAD"] == "pointer" and prefill_warpgroup_products(problem, gpu):
@@ -112,13 +112,15 @@ def _backward_smem_refusal(parts: Mapping[str, int], gpu: Any) -> str | None:
 def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int, gpu: Any) -> int:
     """The same of one kernel: two tiles of `own` rows stay, two of `step` rows come by each step.
 
+    One of the two has the channels of q and k, the other those of v.
     Warpgroup products read all of them in shared memory, in every stage; others hold one buffer
     less than stages and pass ds through it. AMD keeps the first two in registers once loaded. The
     kernel of a bias's gradient takes no more: its four tiles have the same sizes and one stage.
     What dropout keeps changes hands between threads, a byte an element.
     """
-    row = problem.dtype_bytes << (problem.head_dim - 1).bit_length()
-    own_tiles, step_tiles = 2 * own * row, 2 * step * row
+    blocks_d = prefill_blocks_d(problem)
+    both, wider = (problem.dtype_bytes * channels for channels in (sum(blocks_d), max(blocks_d)))
+    own_tiles, step_tiles = own * both, step * both
     ds_tile = own * step * problem.dtype_bytes
     if problem.bias:  # whose tile is laid out anew too
         ds_tile *= 2
@@ -127,20 +129,20 @@ def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int
     if problem.masked_by == "documents":  # ids are fetched ahead as tiles are
         ds_tile += 4 * stages * step
     if gpu.vendor == "amd":
-        coming = step_tiles * (stages - 1) if stages > 1 else step_tiles // 2
-        return max(own_tiles // 2, coming) + ds_tile
+        coming = step_tiles * (stages - 1) if stages > 1 else step * wider
+        return max(own * wider, coming) + ds_tile
     scratch = 1024  # barriers, and reductions across warps
     if prefill_warpgroup_products(problem, gpu):
         return own_tiles + step_tiles * stages + ds_tile + scratch
     coming = step_tiles * max(1, stages - 1)
     if stages == 1 and not prefill_fma_products(problem, gpu):
-        coming += step_tiles // 2  # read as it lies and transposed
+        coming += step * wider  # read as it lies and transposed
     return own_tiles + coming + ds_tile + scratch
 
 
-# BLOCK_M, BLOCK_N, WARPS and STAGES of KV and of Q, by the largest head_dim. As compiled for sm_80,
-# 90 and gfx942 they do not spill heavily. Those of warpgroups were fastest of a few on an H200 at
-# 4096 tokens, but for 64 channels, where 128 by 128 spills.
+# BLOCK_M, BLOCK_N, WARPS and STAGES of KV and of Q, by the largest head_dim, that of v if it is
+# wider. As compiled for sm_80, 90 and gfx942 they do not spill heavily. Those of warpgroups were
+# fastest of a few on an H200 at 4096 tokens, but for 64 channels, where 128 by 128 spills.
 BACKWARD_WARPGROUP_DEFAULTS = {
     64: ((64, 128, 8, 2), (64, 64, 4, 3)),
     128: ((64, 64, 4, 2), (64, 64, 4, 2)),
@@ -192,7 +194,8 @@ def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
             by_head_dim = BACKWARD_CROWDED_WARPGROUP_DEFAULTS
     else:
         by_head_dim = BACKWARD_WARP_DEFAULTS
-    wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    wide = min(limit for limit in by_head_dim if widest <= limit)
     by_preference = [by_head_dim[wide], BACKWARD_WARP_DEFAULTS[wide], BACKWARD_SMALLEST]
     if gpu.vendor == "amd":
         by_preference = [tuple(map(_backward_amd_warps, each)) for each in by_preference]
@@ -219,7 +222,8 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
             by_head_dim = BACKWARD_SINGLE_CROWDED_WARPGROUP_DEFAULTS
     else:
         by_head_dim = BACKWARD_SINGLE_WARP_DEFAULTS
-    wide = min(limit for limit in by_head_dim if problem.head_dim <= limit)
+    widest = max(problem.head_dim, problem.head_dim_v)
+    wide = min(limit for limit in by_head_dim if widest <= limit)
     by_preference = [by_head_dim[wide], BACKWARD_SINGLE_WARP_DEFAULTS[wide], BACKWARD_SMALLEST[0]]
     if gpu.vendor == "amd":
         # a second stage spills hundreds of bytes

@@ -182,7 +182,7 @@ class Problem:
             "window": self.windowed,
             **dict.fromkeys(self.modifiers, True),
             self.masked_by: self.masked_by != NONE,
-            "head_dim_v": self.op == "prefill" and self.head_dim_v != self.head_dim,
+            "head_dim_v": self.op != "decode" and self.head_dim_v != self.head_dim,
             "varlen": self.varlen,
             "paged": self.paged,
             CHOSEN: self.pages == CHOSEN,

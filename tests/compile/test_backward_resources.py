@@ -54,6 +54,29 @@ def test_a_single_pass_fits_its_bound_and_hardly_spills(arch, head_dim):
     assert workspace_bytes == 4 * 2 * 8 * 512 * (2 + head_dim)  # and dq in fp32
 
 
+@pytest.mark.parametrize(
+    ("arch", "causal", "widths"),
+    [("sm_80", False, (192, 128)), ("sm_90", True, (192, 128)), ("sm_90", False, (40, 256))],
+    ids=str,
+)
+@pytest.mark.parametrize("family", [FAMILY, backward_single.FAMILY], ids=lambda each: each.name)
+def test_values_of_another_width_fit_the_bound_and_hardly_spill(family, arch, causal, widths):
+    gpu, (head_dim, head_dim_v) = TARGETS[arch], widths
+    sizes = (2, 8, 2, head_dim, 512, 512, causal)
+    p = Problem("backward", "bf16", *sizes, head_dim_v=head_dim_v)
+    config = family.default(p, gpu)
+    kernels, workspace_bytes = _compiled(p, config, gpu, with_lse=False, wide_rows=False)
+    bound = backward_smem_bytes if family is FAMILY else backward_single_smem_bytes
+    bounds = bound(p, config.as_dict(), gpu)
+    allowed = list(bounds.values()) if isinstance(bounds, dict) else [bounds]
+    for kernel, most in zip(kernels[1:], allowed, strict=False):
+        assert kernel.metadata.shared <= most <= gpu.smem_per_block
+        assert most <= 1.5 * kernel.metadata.shared
+        assert _resources(kernel, gpu)[1] <= family.max_spills
+    sums = 0 if family is FAMILY else 1 << (head_dim - 1).bit_length()  # of dq, as wide as keys
+    assert workspace_bytes == 4 * 2 * 8 * 512 * (2 + sums)
+
+
 @pytest.mark.parametrize(("head_dim", "block_n"), [(256, 64), (128, 128)])
 def test_a_single_pass_of_few_queries_has_room_for_another_tile_of_keys(head_dim, block_n):
     gpu = TARGETS["sm_90"]

@@ -104,6 +104,25 @@ def test_both_layouts_rows_of_any_width_and_a_gradient_of_lse(gpu, layout, wide_
             assert verdict.correct, f"{family.name}, head_dim {head_dim}: {verdict.reason}"
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("widths", [(192, 128), (64, 96), (40, 256)], ids=str)
+def test_values_of_another_width_are_right_at_every_edge_by_every_kernel(gpu, widths, causal):
+    fields = {"head_dim": widths[0], "head_dim_v": widths[1]}
+    configs = parts(of(1000, 1000, causal, **fields), gpu)
+    problems = [of(*lengths, causal, **fields) for lengths in ((1, 1), (130, 3), (200, 333))]
+    compile_ahead(dict.fromkeys(configs, problems), gpu)
+    failures = []
+    for problem in problems:
+        for wide_rows in (8, 1):
+            inputs = make_inputs(problem, device="cuda", wide_rows=wide_rows)
+            budget = GradientBudget(inputs)
+            for config in configs if wide_rows == 8 else configs[:1]:
+                verdict = budget.judge(run(inputs, config, gpu))
+                if not verdict.correct:
+                    failures.append(f"{problem.seqlen_q}, {config}: {verdict.reason}")
+    assert failures == []
+
+
 @pytest.mark.parametrize("heads", [(7, 1), (71, 1), (12, 4)], ids=str)
 def test_groups_of_any_size(gpu, heads):
     problem = of(300, 300, num_heads=heads[0], num_kv_heads=heads[1])

@@ -86,6 +86,7 @@ def test_they_are_tried_beside_the_portable_families() -> None:
     [
         ({"dtype": "fp32"}, "round fp32"),
         ({"head_dim": 32}, "lies past head_dim 32"),
+        ({"head_dim": 192, "head_dim_v": 128}, "head_dim_v 128 is not head_dim 192"),
         ({"window_left": 5}, "windows: the portable"),
         ({"softcap": True}, "softcap: the portable"),
         ({"op": "prefill"}, "serves backward"),

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoflash import gpu as gpus
-from autoflash.config import grid
+from autoflash.config import Config, grid
 from autoflash.families import backward_single
 from autoflash.families.backward import FAMILY
 from autoflash.families.family import space
 from autoflash.gpu import KIB, Gpu
 from autoflash.problem import Problem, ProblemError, title
+from autoflash.runtime.backward_validity import backward_smem_bytes
 
 H200 = gpus.known("NVIDIA_H200")
 A10 = gpus.known("NVIDIA_A10")
@@ -36,6 +37,7 @@ problems = st.builds(
     seqlen_k=st.integers(0, 2**20),
     causal=st.booleans(),
     layout=st.sampled_from(["bshd", "bhsd"]),
+    head_dim_v=st.just(0) | st.integers(2, 32).map(lambda n: 8 * n),
     softcap=st.booleans(),
     bias=st.booleans(),
 )
@@ -162,7 +164,8 @@ def test_a_tile_that_is_half_empty_is_refused_where_a_smaller_one_holds_the_toke
         ({"op": "prefill"}, "serves backward, not prefill"),
         ({"page_size": 16}, "keys in pages are not served"),
         ({"lengths": "ragged"}, "sequences of different lengths must be packed, in layout thd"),
-        ({"head_dim_v": 64}, "head_dim_v 64 is not head_dim 128"),
+        ({"head_dim_v": 20}, "head_dim_v 20 is not a multiple of 8 from 16 to 256"),
+        ({"head_dim_v": 264}, "head_dim_v 264 is not a multiple of 8 from 16 to 256"),
         ({"out_dtype": "fp32"}, "kv_dtype bf16 and out_dtype fp32 are not both dtype bf16"),
     ],
 )
@@ -180,6 +183,36 @@ def test_every_modifier_and_packed_sequences_have_candidates_beside_the_default(
         p = problem(**changed)
         assert family.unsupported(p, H200) is None
         assert sum(reason is None for _, reason in space(family, p, H200)) > 2
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (64, 96), (40, 256)], ids=str)
+@pytest.mark.parametrize("family", [FAMILY, SINGLE], ids=lambda family: family.name)
+def test_values_of_another_width_have_candidates_beside_the_default(family, widths) -> None:
+    p = problem(head_dim=widths[0], head_dim_v=widths[1])
+    for gpu in (H200, A10, MI300X):
+        assert family.refusal(p, family.default(p, gpu), gpu) is None
+    candidates = [config for config, reason in space(family, p, H200) if reason is None]
+    assert 3 <= len(candidates) <= 200
+    assert {config["LOAD"] for config in candidates} == {"pointer", "descriptor"}
+
+
+def test_shared_memory_and_registers_are_those_of_both_widths() -> None:
+    """Between those of keys as narrow as the values and of values as wide as the keys."""
+    knobs = FAMILY.default(problem(head_dim=256), H200).as_dict()
+    narrow, both, other, wide = (
+        problem(head_dim=head_dim, head_dim_v=head_dim_v)
+        for head_dim, head_dim_v in ((128, 128), (256, 128), (128, 256), (256, 256))
+    )
+    for part in ("dk and dv", "dq"):
+        least, mean, swapped, most = (
+            backward_smem_bytes(p, knobs, H200)[part] for p in (narrow, both, other, wide)
+        )
+        assert least < mean == swapped < most and 2 * mean == least + most
+    # 64 rows of 256 and of 128 channels are a third more than those of 128 and 128
+    told = "a thread of KV holds {} values of sums and scores, more than 192"
+    four = {**knobs, "KV_WARPS": 4, "KV_STAGES": 1}
+    refused = {p: str(FAMILY.refusal(p, Config.of("backward", four), H200)) for p in (both, other)}
+    assert refused == dict.fromkeys((both, other), told.format(64 * (256 + 128 + 2 * 64) // 128))
 
 
 def test_a_single_pass_does_not_serve_where_bits_must_repeat() -> None:

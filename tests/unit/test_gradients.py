@@ -63,6 +63,20 @@ def test_the_reference_gradients_are_the_derivative_of_the_reference(lengths, ca
     assert is_the_derivative(make_inputs(p))
 
 
+@pytest.mark.parametrize("widths", [(16, 24), (24, 16)], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{}, {"layout": "thd", "sinks": True}, {"dropout": True, "bias": True}], ids=str
+)
+def test_they_are_where_values_have_other_channels_than_keys(changed, widths):
+    sizes = {"head_dim": widths[0], "head_dim_v": widths[1], "num_heads": 2, "num_kv_heads": 1}
+    lengths = [(3, 2), (0, 1)] if "layout" in changed else None
+    p = problem(3, 5, dtype="fp32", batch=2 if lengths else 1, **sizes, **changed)
+    made = make_inputs(p, lengths=lengths)
+    assert is_the_derivative(made)
+    gradients, _ = reference_gradients(made)
+    assert [each.shape for each in gradients] == [t.shape for t in (made.q, made.k, made.v)]
+
+
 EVERYTHING = {"window_left": 1, "window_right": 0, "softcap": True, "sinks": True}
 
 
