@@ -44,6 +44,16 @@ def test_the_same_winners_give_the_same_bytes_in_any_order():
     ast.parse(text)
 
 
+@pytest.mark.parametrize("make", [prefill_of, backward_of], ids=["prefill", "backward"])
+@pytest.mark.parametrize("changed", [{"softcap": True}, {"layout": "thd"}], ids=str)
+def test_values_of_another_width_with_modifiers_have_kernels_where_they_were_tuned(make, changed):
+    p = make(head_dim=64, head_dim_v=32, **changed)
+    selector = selector_of(export([winner_of(p)]).text)
+    assert selector.choose(p, DEVICE).how == "exact"
+    other = dataclasses.replace(p, sinks=True)
+    assert (p.op, *other.switches) not in selector.tables.names
+
+
 def test_texts_are_those_rendered_and_what_they_share_stands_once():
     winners = [winner_of(prefill_of(seqlen_q=n)) for n in (512, 1024, 2048)]
     text = export(winners).text
