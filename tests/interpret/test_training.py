@@ -49,8 +49,10 @@ def gradients_of(module, inputs: Inputs, **call) -> Gradients:
         CAUSAL,
         replace(CAUSAL, causal=False, layout="bhsd", dtype="fp16", num_kv_heads=2),
         replace(CAUSAL, seqlen_q=33, seqlen_k=20, dtype="fp32"),  # rows without keys
+        replace(CAUSAL, head_dim=40, head_dim_v=24),
+        replace(CAUSAL, head_dim=24, head_dim_v=40, causal=False, layout="bhsd"),
     ],
-    ids=["causal", "full", "rows without keys"],
+    ids=["causal", "full", "rows without keys", "narrow values", "wide values"],
 )
 @pytest.mark.parametrize("wide_rows", [0, 1], ids=["out", "out and lse"])
 def test_gradients_are_those_of_the_reference(module, problem, wide_rows):
@@ -210,6 +212,32 @@ def test_packed_sequences_have_gradients_and_tokens_past_the_last_none(module):
         assert torch.equal(one[:-4], same) and (one[-4:] == 0).all()
 
 
+@pytest.mark.parametrize("call", [{"softcap": 2.0}, {"window": (4, 0)}], ids=str)
+def test_values_of_another_width_under_what_was_not_tuned_are_refused_by_the_forward(
+    tmp_path, call
+):
+    """The forward was tuned, its backward was not: nobody trains a step to be told."""
+    p = replace(CAUSAL, head_dim=40, head_dim_v=24, op="prefill")
+    on = replace(p, softcap=True) if "softcap" in call else replace(p, window_left=4)
+    path = tmp_path / "attention_dispatch.py"
+    path.write_text(export([winner_of(on), winner_of(backward_of())]).text)
+    module, inputs = load_module(path), make_inputs(replace(p, op="backward"))
+    with torch.no_grad():
+        assert module.prefill(*leaves(inputs), causal=True, **call).shape[-1] == 24
+    with pytest.raises(ValueError, match=r"backward: no kernels for .* with head_dim_v"):
+        module.prefill(*leaves(inputs), causal=True, **call)
+
+
+def test_packed_sequences_with_values_of_another_width_train_where_they_were_tuned(tmp_path):
+    p = replace(CAUSAL, head_dim=40, head_dim_v=24, layout="thd", lengths="ragged", batch=2)
+    winners = [winner_of(p), winner_of(replace(p, op="prefill"))]
+    path = tmp_path / "attention_dispatch.py"
+    path.write_text(export(winners).text)
+    inputs = make_inputs(p, lengths=[(9, 20), (5, 3)], wide_rows=1)
+    verdict = GradientBudget(inputs).judge(*with_modifiers(load_module(path), inputs))
+    assert verdict.correct, verdict.reason
+
+
 def test_a_bias_alone_may_ask_for_a_gradient_and_slopes_have_none(module):
     inputs = make_inputs(replace(CAUSAL, bias=True))
     bias = inputs.bias.requires_grad_()
@@ -246,8 +274,12 @@ def test_deterministic_is_served_by_a_family_whose_bits_repeat(tmp_path):
         {"bias": True, "window_left": 9},
         {"layout": "thd", "sinks": True, "softcap": True},
         {"bias": True, "dropout": True},
+        {"head_dim": 40, "head_dim_v": 24},
     ],
-    ids=["plain", "bias and window", "packed, sinks and softcap", "bias and dropout"],
+    ids=[
+        *("plain", "bias and window", "packed, sinks and softcap", "bias and dropout"),
+        "narrow values",
+    ],
 )
 def test_a_compiled_graph_has_the_gradients_of_the_eager_call(module, changed):
     torch._dynamo.reset()

@@ -63,6 +63,15 @@ def test_every_kind_is_one_that_is_served(op, small):
     assert {kind.switches for kind in kinds_of(op, small=True)} <= switches
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_gradients_are_asked_of_values_of_another_width(small):
+    kinds = [kind for kind in kinds_of("backward", small) if "head_dim_v" in kind.switches]
+    asked = {(kind.head_dim, kind.head_dim_v) for kind in kinds}
+    assert asked == ({(24, 40)} if small else {(192, 128), (64, 96), (40, 256)})
+    for kind in kinds:
+        assert [family.name for family in serving(kind, H200)] == ["backward", "backward_single"]
+
+
 def test_lengths_lie_on_both_sides_of_every_tile_and_page():
     prefill = cases_of(prefill_of(), (32, 64), small=False)
     lengths = {(c.problem.seqlen_q, c.problem.seqlen_k) for c in prefill}

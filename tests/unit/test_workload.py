@@ -344,6 +344,14 @@ def test_training_adds_the_backward_of_each_problem_with_its_weight(tmp_path):
     assert backward == replace(forward, op="backward")
 
 
+def test_training_has_values_of_another_width(tmp_path):
+    widths = "{head_dim: 192, head_dim_v: 128, seqlen_q: 64, training: true}"
+    loaded = load(tmp_path, f"{MODEL}prefill: [{widths}]")
+    told = [(p.op, p.head_dim, p.head_dim_v, p.switches) for p, _ in loaded.problems]
+    switches = ("causal", "head_dim_v")
+    assert told == [("prefill", 192, 128, switches), ("backward", 192, 128, switches)]
+
+
 def test_deterministic_is_said_of_the_backward_alone(tmp_path):
     trained = "{seqlen_q: 64, training: true, deterministic: [false, true]}"
     problems = dict(load(tmp_path, f"{MODEL}prefill: [{trained}]").problems)
