@@ -16,10 +16,7 @@ SHARED_PARTS = (
     "backward_hopper/work.py.jinja",
     "backward_hopper/rings.py.jinja",
     "backward_hopper/statistics.py.jinja",
-    "backward_hopper/producer.py.jinja",
-    "backward_hopper/keys.py.jinja",
-    "backward_hopper/keys_consumer.py.jinja",
-    "backward_hopper/keys_kernel.py.jinja",
+    "backward_hopper/query_range.py.jinja",
 )
 PLAN_PARTS = (
     "prefill_hopper/rows.py.jinja",
@@ -29,6 +26,10 @@ PLAN_PARTS = (
 )
 PARTS = (
     *SHARED_PARTS,
+    "backward_hopper/producer.py.jinja",
+    "backward_hopper/keys.py.jinja",
+    "backward_hopper/keys_consumer.py.jinja",
+    "backward_hopper/keys_kernel.py.jinja",
     "backward_hopper/roles.py.jinja",
     "backward_hopper/queries.py.jinja",
     "backward_hopper/queries_kernel.py.jinja",

@@ -13,7 +13,12 @@ from autoflash.runtime.backward_hopper_validity import (
 
 PARTS = (
     *backward_hopper.SHARED_PARTS,
+    "backward_hopper/units.py.jinja",
+    "backward_hopper/single_producer.py.jinja",
+    "backward_hopper/keys.py.jinja",
     "backward_hopper/sums.py.jinja",
+    "backward_hopper/single_consumer.py.jinja",
+    "backward_hopper/single_kernel.py.jinja",
     *backward_hopper.PLAN_PARTS,
 )
 KNOBS = (
@@ -21,6 +26,7 @@ KNOBS = (
     Knob("KV_BIAS", (1, 0)),
     Knob("DS_SLOTS", (2, 4)),
     Knob("DQ_FIRST", (1, 0)),
+    Knob("KV_SLOTS", (0, 2, 1)),
 )
 
 
@@ -38,7 +44,20 @@ def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     wrong = backward_hopper_single_refusal(problem, knobs, gpu)
     if wrong or config == default(problem, gpu):
         return wrong
-    return backward_hopper.hopeless_keys(problem, knobs)
+    return backward_hopper.hopeless_keys(problem, knobs) or _hopeless_slots(problem, knobs, gpu)
+
+
+def _hopeless_slots(problem: Problem, knobs: dict, gpu: Gpu) -> str | None:
+    """Why programs that take units one after the other cannot be faster, or None."""
+    kv_slots = knobs.get("KV_SLOTS", 0)
+    units = problem.batch * problem.num_kv_heads * -(-problem.seqlen_k // 128)
+    if kv_slots and units <= gpu.num_sms:
+        return "every program has one unit, none is left to load under it"
+    if kv_slots == 1:
+        two = {**knobs, "KV_SLOTS": 2}
+        if backward_hopper_single_refusal(problem, two, gpu) is None:
+            return "keys wait for those before them to leave, and a second slot fits"
+    return None
 
 
 FAMILY = Family(

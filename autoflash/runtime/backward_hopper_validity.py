@@ -87,10 +87,11 @@ def backward_hopper_single_refusal(
     if reason:
         return reason
     block_m, ds_slots = knobs["KV_BLOCK_M"], knobs["DS_SLOTS"]
+    kv_slots = knobs.get("KV_SLOTS", 0)  # older winners have none
     if ds_slots < 2:
         return "a tile of ds is read in the next step: one slot waits for itself"
     live = {"the pass": backward_hopper_kv_live(problem, block_m, single=True)}
-    smem_bytes = {"the pass": backward_hopper_kv_smem_bytes(problem, block_m, ds_slots)}
+    smem_bytes = {"the pass": backward_hopper_kv_smem_bytes(problem, block_m, ds_slots, kv_slots)}
     return _backward_hopper_misfit(live, smem_bytes, gpu)
 
 
@@ -112,11 +113,13 @@ def backward_hopper_q_live(problem: Problem, knobs: Mapping[str, Any]) -> int:
     return hopper_block_d(problem) // 2 + scores
 
 
-def backward_hopper_kv_smem_bytes(problem: Problem, block_m: int, ds_slots: int) -> int:
+def backward_hopper_kv_smem_bytes(
+    problem: Problem, block_m: int, ds_slots: int, kv_slots: int = 0
+) -> int:
     """A bound of the shared memory that a program of dk and dv takes."""
     block_d, size = hopper_block_d(problem), problem.dtype_bytes
     keys = 64 if block_d == 256 else 128
-    own = 2 * keys * block_d * size
+    own = max(1, kv_slots) * 2 * keys * block_d * size
     rings = 2 * 2 * block_m * (block_d * size + 4)  # a number with every row
     handed = (1 if block_d == 256 else 2 * ds_slots) * 64 * block_m * size
     return own + rings + handed + BACKWARD_HOPPER_BARRIER_BYTES
@@ -169,14 +172,14 @@ BACKWARD_HOPPER_KNOBS = (
     "Q_PREFETCH",
     "Q_VOLATILE",
 )
-# The same of the single pass: KV_BLOCK_M, KV_BIAS, DS_SLOTS, DQ_FIRST.
+# The same of the single pass: KV_BLOCK_M, KV_BIAS, DS_SLOTS, DQ_FIRST, KV_SLOTS.
 BACKWARD_HOPPER_SINGLE_DEFAULTS: dict[tuple[int, bool], tuple[int, ...]] = {
-    (64, True): (64, 0, 2, 1),
-    (64, False): (128, 1, 2, 1),
-    (128, True): (64, 1, 4, 1),
-    (128, False): (64, 1, 4, 1),
+    (64, True): (64, 0, 2, 1, 0),
+    (64, False): (128, 1, 2, 1, 0),
+    (128, True): (64, 1, 4, 1, 0),
+    (128, False): (64, 1, 4, 1, 0),
 }
-BACKWARD_HOPPER_SINGLE_KNOBS = ("KV_BLOCK_M", "KV_BIAS", "DS_SLOTS", "DQ_FIRST")
+BACKWARD_HOPPER_SINGLE_KNOBS = ("KV_BLOCK_M", "KV_BIAS", "DS_SLOTS", "DQ_FIRST", "KV_SLOTS")
 
 
 def backward_hopper_default(problem: Problem, gpu: Any) -> dict[str, int | str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from assembled import assembler_report, counted, loops_with
 
+from autoflash.config import Config
 from autoflash.families import backward_hopper, backward_hopper_single
 from autoflash.families.family import Family
 from autoflash.gpu import known
@@ -15,6 +16,7 @@ from autoflash.runtime.backward_hopper_validity import (
     backward_hopper_kv_smem_bytes,
     backward_hopper_q_smem_bytes,
 )
+from autoflash.runtime.hopper_validity import hopper_block_d
 
 H200 = known("NVIDIA_H200")
 SPLIT, SINGLE = backward_hopper.FAMILY, backward_hopper_single.FAMILY
@@ -26,8 +28,8 @@ def problem(head_dim: int, causal: bool, seqlen: int = 4096) -> Problem:
     return Problem("backward", "bf16", 1, 8, 4, head_dim, seqlen, seqlen, causal=causal)
 
 
-def compiled(p: Problem, family: Family, wide_rows: bool = False) -> dict:
-    config = family.default(p, H200)
+def compiled(p: Problem, family: Family, wide_rows: bool = False, **knobs: int) -> dict:
+    config = Config.of(family.name, family.default(p, H200).as_dict() | knobs)
     kernels, _ = _compiled(p, config, H200, with_lse=False, wide_rows=wide_rows)
     return {kernel.name: kernel for kernel in kernels}
 
@@ -41,20 +43,35 @@ def assert_products_do_not_spill(kernel, loops: list[list[str]], products: int) 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "causal"),
-    [(128, True), pytest.param(64, False, marks=SLOW)],
+    ("head_dim", "causal", "kv_slots"),
+    [
+        (128, True, 0),
+        (128, True, 2),
+        pytest.param(64, False, 0, marks=SLOW),
+        pytest.param(64, False, 2, marks=SLOW),
+        pytest.param(96, False, 2, marks=SLOW),
+        pytest.param(128, False, 2, marks=SLOW),
+        pytest.param(128, True, 1, marks=SLOW),
+    ],
 )
-def test_the_products_of_a_single_pass_do_not_spill(head_dim, causal):
+def test_the_products_of_a_single_pass_do_not_spill(head_dim, causal, kv_slots):
     p = problem(head_dim, causal)
-    knobs = SINGLE.default(p, H200).as_dict()
+    if kv_slots:
+        p = replace(p, num_kv_heads=p.num_heads)
+    knobs = SINGLE.default(p, H200).as_dict() | {"KV_SLOTS": kv_slots}
+    if kv_slots == 2:
+        knobs["DS_SLOTS"] = 2  # more do not fit beside two slots of 128 channels
     block_m, ds_slots = int(knobs["KV_BLOCK_M"]), int(knobs["DS_SLOTS"])
-    kernels = compiled(p, SINGLE)
+    kernels = compiled(p, SINGLE, DS_SLOTS=ds_slots, KV_SLOTS=kv_slots)
     assert list(kernels) == ["statistics_kernel", "backward_kv_kernel", "convert_kernel"]
     kernel = kernels["backward_kv_kernel"]
     loops = loops_with(kernel, "HGMMA", "MUFU.EX2")[:2]
     # of each warpgroup: two products over the channels, two over the queries, and half of dq
-    assert_products_do_not_spill(kernel, loops, 2 * (head_dim + block_m) // 16 + 8)
-    bound = backward_hopper_kv_smem_bytes(p, block_m, ds_slots)
+    block_d = hopper_block_d(p)
+    assert_products_do_not_spill(kernel, loops, 2 * (block_d + block_m) // 16 + 8)
+    if kv_slots:  # what a unit begins and ends with does not spill either
+        assert "0 bytes spill stores, 0 bytes spill loads" in assembler_report(kernel)
+    bound = backward_hopper_kv_smem_bytes(p, block_m, ds_slots, kv_slots)
     assert kernel.metadata.shared <= bound <= kernel.metadata.shared + 4096
 
 

@@ -40,6 +40,8 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #   stride_xb, stride_xh, stride_xs   elements between sequences, heads, tokens of tensor x
 #   dq_sums       (batch * num_heads, padded_q / 64, 64 * BLOCK_D) fp32 workspace; zeroed, added to,
 #                 converted. 64 rows lie as a warpgroup holds the sums of a product: see add_dq
+#   unit          128 keys of a KV head, with all queries of its heads that see any; `turn` counts
+#                 those that a program has gone through
 #
 # Tunable
 #   KV_BLOCK_M    queries of a step of dk and dv. A program has 128 keys, 64 of each warpgroup; of
@@ -47,6 +49,8 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #   KV_BIAS       sums of q k^T begin at -lse / scale, those of dout v^T at -delta
 #   DS_SLOTS      tiles of ds on their way to dq
 #   DQ_FIRST      dq is multiplied before dk and dv, and added up under them
+#   KV_SLOTS      0: a program for every unit. Else programs take units from a counter, and have so
+#                 many slots for K and V: of 2 a unit's are loaded under the one before
 # Given by the problem
 #   HEAD_DIM      channels; BLOCK_D the power of two that holds them
 #   RAGGED_K      the last tile of keys reaches past seqlen_k, and no diagonal hides what lies there
@@ -269,6 +273,7 @@ def statistics_kernel(
     lse_rows,
     delta_rows,
     dq_sums,
+    counter,
     lse_factor,
     delta_factor,
     stride_ob: gl.int64,
@@ -284,7 +289,8 @@ def statistics_kernel(
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """What the consumers begin with, for ROWS rows of one head. Their dq_sums become 0."""
+    """What the consumers begin with, for ROWS rows of one head. Their dq_sums become 0, and so does
+    the counter."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     blocks = padded_q // ROWS
     head = gl.program_id(0) // blocks
@@ -313,6 +319,9 @@ def statistics_kernel(
     first = (head.to(gl.int64) * padded_q + start) * BLOCK_D
     sums = dq_sums + first + gl.arange(0, ROWS * BLOCK_D, FLAT)
     gl.store(sums, gl.zeros([ROWS * BLOCK_D], gl.float32, FLAT))
+    if counter is not None:
+        if gl.program_id(0) == 0:
+            gl.store(counter, 0)
 
 
 @gluon.jit
@@ -327,9 +336,120 @@ def query_range(
     return start_n * 0, tiles
 
 
+@aggregate
+class Units:
+    """The units of a launch, 128 keys of a KV head each, in the order in which they are taken."""
+
+    count: gl.tensor
+    blocks: gl.tensor
+    num_kv_heads: gl.tensor
+    kv_heads: gl.tensor
+    heads_per_group: gl.tensor
+    KV_SLOTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, count, blocks, num_kv_heads, kv_heads, heads_per_group, KV_SLOTS):
+        self.count = count
+        self.blocks = blocks
+        self.num_kv_heads = num_kv_heads
+        self.kv_heads = kv_heads
+        self.heads_per_group = heads_per_group
+        self.KV_SLOTS = gl.constexpr(KV_SLOTS)
+
+
 @gluon.jit
-def produce_queries(
+def keys_of_unit(
+    units,
+    unit,
+):
+    """(KV head counted flat, first key) of a unit.
+
+    From a counter, the last head begins, while the L2 cache holds what the statistics left of it.
+    """
+    if units.KV_SLOTS == 0:
+        # the first keys are seen by the most queries: they start first
+        return unit // units.blocks, unit % units.blocks * 128
+    else:
+        left = units.count - 1 - unit
+        return left // units.blocks, left % units.blocks * 128
+
+
+@gluon.jit
+def announce_keys(
+    ring,
+    turn,
+    kv_head,
+    start_n,
+):
+    """Tell the consumers the keys of this program's unit number `turn`; a head below 0: none."""
+    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    ring.wait_empty(turn)
+    first = 2 * ring.slot(turn)
+    ring.slots.index(first).store(gl.full([1], 0, gl.int32, LANE) + kv_head)
+    ring.slots.index(first + 1).store(gl.full([1], 0, gl.int32, LANE) + start_n)
+    mbarrier.arrive(ring.full.index(ring.slot(turn)), count=1)
+
+
+@gluon.jit
+def announced_keys(
+    ring,
+    turn,
+):
+    """(KV head, first key) of this program's unit number `turn`, as the producer announces them."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ring.wait_full(turn)
+    first = 2 * ring.slot(turn)
+    kv_head = gl.max(ring.slots.index(first).load(LANES), 0)
+    start_n = gl.max(ring.slots.index(first + 1).load(LANES), 0)
+    return kv_head, start_n
+
+
+@gluon.jit
+def opaque_tile(
+    rings,
+    turn,
+    step,
+):
+    """The first tile of K, as of V, in a unit's slot; the compiler does not know that it stays the
+    same all through a loop, see opaque_zero."""
+    if rings.k_ring.DEPTH == 1:
+        return opaque_zero(step)
+    else:
+        return gl.inline_asm_elementwise(
+            "{ and.b32 $0, $1, 1; shl.b32 $0, $0, 1; }",
+            "=r,r",
+            [turn],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
+def load_keys(
+    units,
+    desc,
+    ring,
+    turn,
+    batch,
+    kv_head,
+    start_n,
+):
+    """Load K or V of a unit, 64 keys for each warpgroup, once their slot is empty."""
+    slot = ring.slot(turn)
+    if units.KV_SLOTS > 0:
+        ring.wait_empty(turn)
+    full = ring.full.index(slot)
+    mbarrier.expect(full, 2 * desc.block_type.nbytes)
+    for w in gl.static_range(2):
+        at = [batch, kv_head, start_n + w * 64, 0]
+        tma_load(desc, at, full, ring.slots.index(2 * slot + w))
+
+
+@gluon.jit
+def load_unit(
     work,
+    units,
     rings,
     q_desc,
     k_desc,
@@ -339,90 +459,131 @@ def produce_queries(
     delta_desc,
     kv_head,
     start_n,
-    stagger,
-    KEY_TILES: gl.constexpr,
+    turn,
+    first_step,
     BLOCK_M: gl.constexpr,
-    TOGETHER: gl.constexpr,
 ):
-    """The producer warp of dk and dv: K and V once, then what each step multiplies with them.
-
-    Full attention may begin at tile number `stagger`, so that programs do not read the same.
-    TOGETHER: who releases a tile of q has read that of dout too.
-    """
-    KEYS: gl.constexpr = KEY_TILES * 64
-    start_m, tiles = query_range(work, start_n, KEYS, BLOCK_M)
-    num_kv_heads = work.num_heads // work.group_size
-    batch = kv_head // num_kv_heads
-    kv_of_batch = kv_head % num_kv_heads
-    mbarrier.expect(rings.k_full, KEY_TILES * k_desc.block_type.nbytes)
-    for w in gl.static_range(KEY_TILES):
-        at = [batch, kv_of_batch, start_n + w * 64, 0]
-        tma_load(k_desc, at, rings.k_full, rings.k.index(w))
-    step = 0
+    """Load K and V of a unit, and what each step multiplies with them. The step after its last."""
+    start_m, tiles = query_range(work, start_n, 128, BLOCK_M)
+    batch = kv_head // units.num_kv_heads
+    kv_of_batch = kv_head % units.num_kv_heads
+    load_keys(units, k_desc, rings.k_ring, turn, batch, kv_of_batch, start_n)
+    step = first_step
     for g in range(heads_of_group(work)):
         head = kv_of_batch * work.group_size + g
         rows = (batch * work.num_heads + head) * work.padded_q
         for j in range(tiles):
-            offs = (j + stagger) % tiles * BLOCK_M
+            offs = start_m + j * BLOCK_M
             slot = rings.q.slot(step)
             rings.q.wait_empty(step)
             full = rings.q.full.index(slot)
             mbarrier.expect(full, q_desc.block_type.nbytes + BLOCK_M * 4)
             tma_load(q_desc, [batch, head, offs, 0], full, rings.q.slots.index(slot))
             tma_load(lse_desc, [rows + offs], full, rings.lse.index(slot))
-            if step == 0:
-                mbarrier.expect(rings.v_full, KEY_TILES * v_desc.block_type.nbytes)
-                for w in gl.static_range(KEY_TILES):
-                    at = [batch, kv_of_batch, start_n + w * 64, 0]
-                    tma_load(v_desc, at, rings.v_full, rings.v.index(w))
+            if step == first_step:
+                load_keys(units, v_desc, rings.v_ring, turn, batch, kv_of_batch, start_n)
             slot = rings.dout.slot(step)
-            if not TOGETHER:
-                rings.dout.wait_empty(step)
+            rings.dout.wait_empty(step)
             full = rings.dout.full.index(slot)
             mbarrier.expect(full, dout_desc.block_type.nbytes + BLOCK_M * 4)
             tma_load(dout_desc, [batch, head, offs, 0], full, rings.dout.slots.index(slot))
             tma_load(delta_desc, [rows + offs], full, rings.delta.index(slot))
             step += 1
+    return step
+
+
+@gluon.jit
+def produce_units(
+    work,
+    units,
+    rings,
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
+    counter,
+    BLOCK_M: gl.constexpr,
+):
+    """The producer warp: loads what the consumers will need, in the order they will need it."""
+    unit = gl.program_id(0)
+    if units.KV_SLOTS == 0:
+        kv_head, start_n = keys_of_unit(units, unit)
+        load_unit(
+            work,
+            units,
+            rings,
+            q_desc,
+            k_desc,
+            v_desc,
+            dout_desc,
+            lse_desc,
+            delta_desc,
+            kv_head,
+            start_n,
+            0,
+            0,
+            BLOCK_M,
+        )
+    else:
+        turn = 0
+        step = 0
+        while unit < units.count:
+            kv_head, start_n = keys_of_unit(units, unit)
+            announce_keys(rings.units, turn, kv_head, start_n)
+            step = load_unit(
+                work,
+                units,
+                rings,
+                q_desc,
+                k_desc,
+                v_desc,
+                dout_desc,
+                lse_desc,
+                delta_desc,
+                kv_head,
+                start_n,
+                turn,
+                step,
+                BLOCK_M,
+            )
+            # two steps before the unit's end: early enough to load, late enough to share out evenly
+            unit = gl.atomic_add(counter, 1) + gl.num_programs(0)
+            turn += 1
+        announce_keys(rings.units, turn, -1, 0)
 
 
 @aggregate
-class KeyRings:
-    """What a program of dk and dv shares: its tiles of K and V, and the tiles of queries.
+class UnitRings:
+    """What a program of dk and dv shares: tiles of K and V, of queries, of ds, and the units.
 
     The rows of lse and delta come and go with the tiles of q and of dout.
     """
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    k_full: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
+    k_ring: Ring  # of the tiles k, two to a slot
+    v_ring: Ring
     q: Ring
     dout: Ring
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    handed: gl.base_value  # a ring, or None where nothing is handed over
+    handed: Ring
+    units: Ring
 
     @gluon.constexpr_function
-    def __init__(self, k, v, k_full, v_full, q, dout, lse, delta, handed):
-        self.k = k
-        self.v = v
-        self.k_full = k_full
-        self.v_full = v_full
+    def __init__(self, k_ring, v_ring, q, dout, lse, delta, handed, units):
+        self.k = k_ring.slots
+        self.v = v_ring.slots
+        self.k_ring = k_ring
+        self.v_ring = v_ring
         self.q = q
         self.dout = dout
         self.lse = lse
         self.delta = delta
-        self.handed = gl.constexpr(None) if handed is None else handed
-
-
-@gluon.jit
-def own_tile(
-    tiles,
-    step,
-    W: gl.constexpr,
-):
-    """Warpgroup W's tile of K or of V."""
-    return tile_of(tiles, W + opaque_zero(step))
+        self.handed = handed
+        self.units = units
 
 
 @gluon.jit
@@ -469,6 +630,7 @@ def add_queries(
     rings,
     sums,
     due,
+    turn,
     dk,
     dv,
     step,
@@ -490,11 +652,11 @@ def add_queries(
     rings.q.wait_full(step)
     q_tile = tile_of(rings.q.slots, rings.q.slot(step))
     lse = rings.lse.index(rings.q.slot(step)).load(ROW)
-    own_k = own_tile(rings.k, step, W)
+    own_k = tile_of(rings.k, W + opaque_tile(rings, turn, step))
     qk_async = product_of_queries(own_k, q_tile, lse, SCORES, BIAS)
     rings.dout.wait_full(step)
     dout_tile = tile_of(rings.dout.slots, rings.dout.slot(step))
-    own_v = own_tile(rings.v, step, W)
+    own_v = tile_of(rings.v, W + opaque_tile(rings, turn, step))
     if BIAS:
         begin = rings.delta.index(rings.dout.slot(step)).load(ROW)
     else:
@@ -519,7 +681,7 @@ def add_queries(
     hand_ds(rings, ds, step, W)
     ds_operand = gl.convert_layout(ds, OPERAND)
     if DQ_FIRST:
-        dq_async = dq_product(rings, step, due, W, BLOCK_M)
+        dq_async = dq_product(rings, turn, step, due, W, BLOCK_M)
         dv_async = warpgroup_mma(p_operand, dout_tile, dv, is_async=True)
         dk_async = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
         dq = warpgroup_mma_wait(2, deps=[dq_async])
@@ -533,7 +695,7 @@ def add_queries(
     else:
         dv_async = warpgroup_mma(p_operand, dout_tile, dv, is_async=True)
         dk_async = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
-        dq_async = dq_product(rings, step, due, W, BLOCK_M)
+        dq_async = dq_product(rings, turn, step, due, W, BLOCK_M)
         # dq is a product of each warpgroup's keys: two are in flight
         dv, p_operand = warpgroup_mma_wait(3, deps=[dv_async, p_operand])
         rings.dout.release(step)
@@ -544,237 +706,6 @@ def add_queries(
         if due:
             add_dq(sums, dq)
     return dk, dv
-
-
-@gluon.jit
-def skip_queries(
-    rings,
-    sums,
-    due,
-    step,
-    W: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-):
-    """A step whose queries see none of warpgroup W's keys: its ds is 0, dq of the last is due."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    rings.q.wait_full(step)
-    rings.q.release(step)
-    rings.dout.wait_full(step)
-    rings.dout.release(step)
-    rings.handed.wait_empty(step)
-    hand_ds(rings, gl.zeros([64, BLOCK_M], rings.k.dtype, SCORES), step, W)
-    if due:
-        dq_async = dq_product(rings, step, due, W, BLOCK_M)
-        dq = warpgroup_mma_wait(0, deps=[dq_async])
-        release_ds(rings, step, due)
-        add_dq(sums, dq)
-
-
-@gluon.jit
-def consume_queries(
-    work,
-    rings,
-    dq_sums,
-    dk_target,
-    dv_target,
-    kv_head,
-    start_n,
-    W: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BIAS: gl.constexpr,
-    DQ_FIRST: gl.constexpr,
-):
-    """Warpgroup W: dk and dv of 64 of the program's 128 keys."""
-    BLOCK_D: gl.constexpr = rings.k.shape[4]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    dk = gl.zeros([64, BLOCK_D], gl.float32, ACC)
-    dv = gl.zeros([64, BLOCK_D], gl.float32, ACC)
-    start_m, tiles = query_range(work, start_n, 128, BLOCK_M)
-    own_n = start_n + W * 64
-    num_kv_heads = work.num_heads // work.group_size
-    batch = kv_head // num_kv_heads
-    kv_of_batch = kv_head % num_kv_heads
-    # this warpgroup's share of the sums of the first tile of the group's first head
-    head = batch * work.num_heads + kv_of_batch * work.group_size
-    of_share = W * 64 * (BLOCK_D // 2 if BLOCK_M == 64 else BLOCK_D)
-    first_sums = dq_sums + (head.to(gl.int64) * work.padded_q * BLOCK_D + of_share)
-    due_tile = start_m * 0  # where the sums lie whose dq is due, in elements
-    mbarrier.wait(rings.k_full, 0)
-    mbarrier.wait(rings.v_full, 0)
-    step = 0
-    for g in range(heads_of_group(work)):
-        high = 0
-        for j in range(high, tiles):
-            dk, dv = add_queries(
-                work,
-                rings,
-                first_sums + due_tile,
-                step > 0,
-                dk,
-                dv,
-                step,
-                start_n,
-                start_m + j * BLOCK_M,
-                W,
-                BLOCK_M,
-                BIAS,
-                DQ_FIRST,
-                False,
-            )
-            due_tile = (g * work.padded_q + start_m + j * BLOCK_M) * BLOCK_D
-            step += 1
-    dq_async = dq_product(rings, step, True, W, BLOCK_M)
-    dq = warpgroup_mma_wait(0, deps=[dq_async])
-    add_dq(first_sums + due_tile, dq)
-    dk = dk * work.softmax_scale
-    HEAD_DIM: gl.constexpr = work.HEAD_DIM
-    own_v = tile_of(rings.v, W)  # K is read by both warpgroups, V by its own only
-    store_rows(dv_target, dv, own_v, batch, kv_of_batch, own_n, work.seqlen_k, HEAD_DIM)
-    store_rows(dk_target, dk, own_v, batch, kv_of_batch, own_n, work.seqlen_k, HEAD_DIM)
-
-
-@gluon.jit(
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "diagonal",
-        "num_heads",
-        "group_size",
-        "padded_q",
-        "blocks",
-    ]
-)
-def backward_kv_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    lse_desc,
-    delta_desc,
-    dq_sums,
-    dk,
-    dv,
-    softmax_scale,
-    scale_log2,
-    stride_dkb: gl.int64,
-    stride_dkh: gl.int64,
-    stride_dks: gl.int64,
-    stride_dvb: gl.int64,
-    stride_dvh: gl.int64,
-    stride_dvs: gl.int64,
-    seqlen_q,
-    seqlen_k,
-    diagonal,
-    num_heads,
-    group_size,
-    padded_q,
-    blocks,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BIAS: gl.constexpr,
-    DS_SLOTS: gl.constexpr,
-    DQ_FIRST: gl.constexpr,
-    RAGGED_K: gl.constexpr,
-    GROUPED: gl.constexpr,
-):
-    """dk and dv of 128 keys of one KV head, summed over its query heads; what they add to dq."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    Q_TILE: gl.constexpr = [1, 1, BLOCK_M, BLOCK_D]
-    Q_LAYOUT: gl.constexpr = q_desc.layout
-    KV_LAYOUT: gl.constexpr = k_desc.layout
-    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_D], KV_LAYOUT)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, BLOCK_D], KV_LAYOUT)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
-    handed = new_ring(DTYPE, [64, BLOCK_M], 2, DS_LAYOUT, DS_SLOTS, 2, 2)
-    rings = KeyRings(
-        k_tiles,
-        v_tiles,
-        new_barrier(),
-        new_barrier(),
-        new_ring(DTYPE, Q_TILE, 1, Q_LAYOUT, 2, 1, 2),
-        new_ring(DTYPE, Q_TILE, 1, Q_LAYOUT, 2, 1, 2),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], delta_desc.layout),
-        handed,
-    )
-    fence_async_shared()
-    work = Work(
-        seqlen_q,
-        seqlen_k,
-        diagonal,
-        num_heads,
-        group_size,
-        padded_q,
-        softmax_scale,
-        scale_log2,
-        HEAD_DIM,
-        RAGGED_K,
-        GROUPED,
-    )
-    dk_target = Target(dk, stride_dkb, stride_dkh, stride_dks)
-    dv_target = Target(dv, stride_dvb, stride_dvh, stride_dvs)
-    # the first keys are seen by the most queries: they start first
-    start_n = gl.program_id(0) % blocks * 128
-    kv_head = gl.program_id(0) // blocks
-    # the tuples of arguments stand inline: in a named one constexprs become tensors
-    gl.warp_specialize(
-        [
-            (
-                consume_queries,
-                (
-                    work,
-                    rings,
-                    dq_sums,
-                    dk_target,
-                    dv_target,
-                    kv_head,
-                    start_n,
-                    0,
-                    BLOCK_M,
-                    BIAS,
-                    DQ_FIRST,
-                ),
-            ),
-            (
-                consume_queries,
-                (
-                    work,
-                    rings,
-                    dq_sums,
-                    dk_target,
-                    dv_target,
-                    kv_head,
-                    start_n,
-                    1,
-                    BLOCK_M,
-                    BIAS,
-                    DQ_FIRST,
-                ),
-            ),
-            (
-                produce_queries,
-                (
-                    work,
-                    rings,
-                    q_desc,
-                    k_desc,
-                    v_desc,
-                    dout_desc,
-                    lse_desc,
-                    delta_desc,
-                    kv_head,
-                    start_n,
-                    0,
-                    2,
-                    BLOCK_M,
-                    False,
-                ),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )
 
 
 @gluon.jit
@@ -805,6 +736,7 @@ def release_ds(
 @gluon.jit
 def dq_product(
     rings,
+    turn,
     step,
     due,
     W: gl.constexpr,
@@ -822,7 +754,7 @@ def dq_product(
     acc = gl.zeros([64, CHANNELS], gl.float32, LAYOUT)
     for w in gl.static_range(2):
         ds_tile = rings.handed.slots.index(slot * 2 + w)
-        k_tile = tile_of(rings.k, w + opaque_zero(step))
+        k_tile = tile_of(rings.k, w + opaque_tile(rings, turn, step))
         if BLOCK_M == 64:
             k_tile = k_tile.slice(W * CHANNELS, CHANNELS, dim=1)
         else:
@@ -897,6 +829,312 @@ def convert_kernel(
     of_rows = batch * stride_dqb + q_head * stride_dqh + offs_m.to(gl.int64) * stride_dqs
     inside = (offs_m < seqlen_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
     gl.store(dq + (of_rows[:, None] + offs_d[None, :]), rows, mask=inside)
+
+
+@gluon.jit
+def skip_queries(
+    rings,
+    sums,
+    due,
+    turn,
+    step,
+    W: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+):
+    """A step whose queries see none of warpgroup W's keys: its ds is 0, dq of the last is due."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    rings.q.wait_full(step)
+    rings.q.release(step)
+    rings.dout.wait_full(step)
+    rings.dout.release(step)
+    rings.handed.wait_empty(step)
+    hand_ds(rings, gl.zeros([64, BLOCK_M], rings.k.dtype, SCORES), step, W)
+    if due:
+        dq_async = dq_product(rings, turn, step, due, W, BLOCK_M)
+        dq = warpgroup_mma_wait(0, deps=[dq_async])
+        release_ds(rings, step, due)
+        add_dq(sums, dq)
+
+
+@gluon.jit
+def consume_unit(
+    work,
+    units,
+    rings,
+    dq_sums,
+    dk_target,
+    dv_target,
+    kv_head,
+    start_n,
+    turn,
+    first_step,
+    W: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BIAS: gl.constexpr,
+    DQ_FIRST: gl.constexpr,
+):
+    """Warpgroup W: dk and dv of 64 of a unit's 128 keys. The step after the unit's last."""
+    BLOCK_D: gl.constexpr = rings.k.shape[4]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    dk = gl.zeros([64, BLOCK_D], gl.float32, ACC)
+    dv = gl.zeros([64, BLOCK_D], gl.float32, ACC)
+    start_m, tiles = query_range(work, start_n, 128, BLOCK_M)
+    own_n = start_n + W * 64
+    batch = kv_head // units.num_kv_heads
+    kv_of_batch = kv_head % units.num_kv_heads
+    # this warpgroup's share of the sums of the first tile of the group's first head
+    head = batch * work.num_heads + kv_of_batch * work.group_size
+    of_share = W * 64 * (BLOCK_D // 2 if BLOCK_M == 64 else BLOCK_D)
+    first_sums = dq_sums + (head.to(gl.int64) * work.padded_q * BLOCK_D + of_share)
+    due_tile = start_m * 0 - 1  # where the sums lie whose dq is due, in elements; below 0: none is
+    rings.k_ring.wait_full(turn)
+    rings.v_ring.wait_full(turn)
+    step = first_step
+    for g in range(heads_of_group(work)):
+        high = 0
+        for j in range(high, tiles):
+            dk, dv = add_queries(
+                work,
+                rings,
+                first_sums + due_tile,
+                due_tile >= 0,
+                turn,
+                dk,
+                dv,
+                step,
+                start_n,
+                start_m + j * BLOCK_M,
+                W,
+                BLOCK_M,
+                BIAS,
+                DQ_FIRST,
+                False,
+            )
+            due_tile = (g * work.padded_q + start_m + j * BLOCK_M) * BLOCK_D
+            step += 1
+    dq_async = dq_product(rings, turn, step, True, W, BLOCK_M)
+    dq = warpgroup_mma_wait(0, deps=[dq_async])
+    if units.KV_SLOTS > 0:
+        rings.k_ring.release(turn)
+        release_ds(rings, step, True)
+    add_dq(first_sums + due_tile, dq)
+    dk = dk * work.softmax_scale
+    HEAD_DIM: gl.constexpr = work.HEAD_DIM
+    # K is read by both warpgroups, V by its own only
+    own_v = tile_of(rings.v, 2 * rings.v_ring.slot(turn) + W)
+    store_rows(dv_target, dv, own_v, batch, kv_of_batch, own_n, work.seqlen_k, HEAD_DIM)
+    store_rows(dk_target, dk, own_v, batch, kv_of_batch, own_n, work.seqlen_k, HEAD_DIM)
+    if units.KV_SLOTS > 0:
+        fence_async_shared()  # the tile was written; the next load writes it past the cache
+        rings.v_ring.release(turn)
+    return step
+
+
+@gluon.jit
+def consume_units(
+    work,
+    units,
+    rings,
+    dq_sums,
+    dk_target,
+    dv_target,
+    W: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BIAS: gl.constexpr,
+    DQ_FIRST: gl.constexpr,
+):
+    """Warpgroup W: 64 of the 128 keys of every unit of this program."""
+    if units.KV_SLOTS == 0:
+        kv_head, start_n = keys_of_unit(units, gl.program_id(0))
+        consume_unit(
+            work,
+            units,
+            rings,
+            dq_sums,
+            dk_target,
+            dv_target,
+            kv_head,
+            start_n,
+            0,
+            0,
+            W,
+            BLOCK_M,
+            BIAS,
+            DQ_FIRST,
+        )
+    else:
+        turn = 0
+        step = 0
+        kv_head, start_n = announced_keys(rings.units, turn)
+        while kv_head >= 0:
+            step = consume_unit(
+                work,
+                units,
+                rings,
+                dq_sums,
+                dk_target,
+                dv_target,
+                kv_head,
+                start_n,
+                turn,
+                step,
+                W,
+                BLOCK_M,
+                BIAS,
+                DQ_FIRST,
+            )
+            rings.units.release(turn)
+            turn += 1
+            kv_head, start_n = announced_keys(rings.units, turn)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "seqlen_q",
+        "seqlen_k",
+        "diagonal",
+        "num_heads",
+        "group_size",
+        "padded_q",
+        "blocks",
+        "num_kv_heads",
+        "kv_heads",
+        "heads_per_group",
+        "unit_count",
+    ]
+)
+def backward_kv_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
+    dq_sums,
+    counter,
+    dk,
+    dv,
+    softmax_scale,
+    scale_log2,
+    stride_dkb: gl.int64,
+    stride_dkh: gl.int64,
+    stride_dks: gl.int64,
+    stride_dvb: gl.int64,
+    stride_dvh: gl.int64,
+    stride_dvs: gl.int64,
+    seqlen_q,
+    seqlen_k,
+    diagonal,
+    num_heads,
+    group_size,
+    padded_q,
+    blocks,
+    num_kv_heads,
+    kv_heads,
+    heads_per_group,
+    unit_count,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BIAS: gl.constexpr,
+    DS_SLOTS: gl.constexpr,
+    DQ_FIRST: gl.constexpr,
+    KV_SLOTS: gl.constexpr,
+    RAGGED_K: gl.constexpr,
+    GROUPED: gl.constexpr,
+):
+    """dk and dv of 128 keys of one KV head, summed over its query heads; what they add to dq.
+
+    A program takes units until none is left; without KV_SLOTS one, and `counter` may be None.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    Q_TILE: gl.constexpr = [1, 1, BLOCK_M, BLOCK_D]
+    Q_LAYOUT: gl.constexpr = q_desc.layout
+    KV_LAYOUT: gl.constexpr = k_desc.layout
+    KV_TILE: gl.constexpr = [1, 1, 64, BLOCK_D]
+    KV_DEPTH: gl.constexpr = 2 if KV_SLOTS == 2 else 1
+    UNIT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], DTYPE)
+    rings = UnitRings(
+        new_ring(DTYPE, KV_TILE, 2, KV_LAYOUT, KV_DEPTH, 1, 2),
+        new_ring(DTYPE, KV_TILE, 2, KV_LAYOUT, KV_DEPTH, 1, 2),
+        new_ring(DTYPE, Q_TILE, 1, Q_LAYOUT, 2, 1, 2),
+        new_ring(DTYPE, Q_TILE, 1, Q_LAYOUT, 2, 1, 2),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], delta_desc.layout),
+        new_ring(DTYPE, [64, BLOCK_M], 2, DS_LAYOUT, DS_SLOTS, 2, 2),
+        new_ring(gl.int32, [1], 2, UNIT, 2, 1, 2),
+    )
+    fence_async_shared()
+    work = Work(
+        seqlen_q,
+        seqlen_k,
+        diagonal,
+        num_heads,
+        group_size,
+        padded_q,
+        softmax_scale,
+        scale_log2,
+        HEAD_DIM,
+        RAGGED_K,
+        GROUPED,
+    )
+    dk_target = Target(dk, stride_dkb, stride_dkh, stride_dks)
+    dv_target = Target(dv, stride_dvb, stride_dvh, stride_dvs)
+    units = Units(unit_count, blocks, num_kv_heads, kv_heads, heads_per_group, KV_SLOTS)
+    # the tuples of arguments stand inline: in a named one constexprs become tensors
+    gl.warp_specialize(
+        [
+            (
+                consume_units,
+                (
+                    work,
+                    units,
+                    rings,
+                    dq_sums,
+                    dk_target,
+                    dv_target,
+                    0,
+                    BLOCK_M,
+                    BIAS,
+                    DQ_FIRST,
+                ),
+            ),
+            (
+                consume_units,
+                (
+                    work,
+                    units,
+                    rings,
+                    dq_sums,
+                    dk_target,
+                    dv_target,
+                    1,
+                    BLOCK_M,
+                    BIAS,
+                    DQ_FIRST,
+                ),
+            ),
+            (
+                produce_units,
+                (
+                    work,
+                    units,
+                    rings,
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    dout_desc,
+                    lse_desc,
+                    delta_desc,
+                    counter,
+                    BLOCK_M,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 @gluon.jit
@@ -1089,6 +1327,7 @@ def plan(
     lse_factor, delta_factor = (-1.0 / softmax_scale, -1.0) if bias else (LOG2_E, 1.0)
     lse_rows, delta_rows = (new_workspace((heads, padded_q), torch.float32) for _ in range(2))
     dq_sums = new_workspace((heads, padded_q // 64, 64 * block_d), torch.float32)
+    counter = new_workspace((1,), torch.int32) if knobs["KV_SLOTS"] else None
     statistics_arguments = (
         out,
         dout,
@@ -1097,6 +1336,7 @@ def plan(
         lse_rows,
         delta_rows,
         dq_sums,
+        counter,
         lse_factor,
         delta_factor,
         *strides_of(out, s, h),
@@ -1111,8 +1351,10 @@ def plan(
     scales = (softmax_scale, softmax_scale * LOG2_E)  # exp2 is one instruction
     lengths = (seqlen_q, seqlen_k, seqlen_k - seqlen_q)
     heads_of = (num_heads, num_heads // num_kv_heads, padded_q)
-    block_n, kv_kernel = 128, backward_kv_kernel
+    block_n = 128
     kv_blocks = triton.cdiv(seqlen_k, block_n)
+    units = kv_heads * kv_blocks
+    heads_per_group = 1
     kv_arguments = (
         descriptor(q, s, h, block_m),
         descriptor(k, s, h, 64),
@@ -1121,6 +1363,7 @@ def plan(
         row_descriptor(lse_rows, block_m),
         row_descriptor(delta_rows, block_m),
         dq_sums,
+        counter,
         dk,
         dv,
         *scales,
@@ -1129,20 +1372,26 @@ def plan(
         *lengths,
         *heads_of,
         kv_blocks,
+        num_kv_heads,
+        kv_heads,
+        heads_per_group,
+        units,
         head_dim,
         block_d,
         block_m,
         bias,
         knobs["DS_SLOTS"],
         knobs["DQ_FIRST"],
+        knobs["KV_SLOTS"],
         seqlen_k % block_n != 0,
         num_heads != num_kv_heads,
     )
     options = {"num_warps": 4, "maxnreg": REGISTERS}
     statistics_grid = (heads * padded_q // STATISTICS_ROWS,)
+    kv_grid = (min(units, num_sms) if knobs["KV_SLOTS"] else units,)  # an SM holds one program
     launches += [
         (statistics_kernel, statistics_grid, statistics_arguments, {"num_warps": 4}),
-        (kv_kernel, (kv_heads * kv_blocks,), kv_arguments, options),
+        (backward_kv_kernel, kv_grid, kv_arguments, options),
     ]
     convert_arguments = (
         dq_sums,

@@ -125,6 +125,22 @@ def test_groups_of_any_size(gpu, family, heads):
     assert verdict.correct, verdict.reason
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_slots", [1, 2])
+def test_programs_that_take_many_units_are_right(gpu, kv_slots, head_dim, causal):
+    for lengths in ((700, 1000), (1000, 700), (257, 2000)):
+        problem = of(*lengths, causal, batch=8, num_heads=32, num_kv_heads=16, head_dim=head_dim)
+        knobs = SINGLE.default(problem, gpu).as_dict() | {"DS_SLOTS": 2, "KV_SLOTS": kv_slots}
+        config = Config.of(SINGLE.name, knobs)
+        inputs = make_inputs(problem, device="cuda")
+        budget, runs = GradientBudget(inputs), [run(inputs, config, gpu) for _ in range(3)]
+        for gradients in runs:
+            verdict = budget.judge(gradients)
+            assert verdict.correct, f"{lengths}: {verdict.reason}"
+            assert torch.equal(gradients.dk, runs[0].dk) and torch.equal(gradients.dv, runs[0].dv)
+
+
 @pytest.mark.parametrize(("family", "head_dim", "causal"), EACH_WAY)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_logits_of_ten_thousand_give_no_nan(gpu, family, head_dim, causal, dtype):

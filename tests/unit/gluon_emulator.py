@@ -192,6 +192,8 @@ class Machine:
     def assembly(
         self, text: str, constraints: str, operands: list, dtype: Any, pack: int, **_: Any
     ) -> Any:
+        if text.startswith("{ and.b32 $0, $1, 1; shl.b32 $0, $0, 1; }"):
+            return (operands[0] & 1) * 2
         if text.startswith("shr.u32"):
             return operands[0] >> 30
         if text.startswith("cvt.rn.f16x2.f32 $0, $2, $1"):

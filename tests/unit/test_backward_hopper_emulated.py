@@ -4,10 +4,13 @@ The emulator runs producer and consumers as threads that meet at the kernel's ow
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from gluon_emulator import Machine
+from gluon_emulator import Machine, Whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoflash.accuracy import GradientBudget, Verdict
 from autoflash.families import backward_hopper, backward_hopper_single
@@ -25,7 +28,7 @@ SPLIT, SINGLE = backward_hopper.FAMILY, backward_hopper_single.FAMILY
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, NAN, dtype=dtype)
+    return torch.full(shape, NAN if dtype.is_floating_point else 9**9, dtype=dtype)
 
 
 def launch(
@@ -76,7 +79,7 @@ def split_knobs(**knobs) -> dict:
 
 
 def single_knobs(**knobs) -> dict:
-    usual = {"KV_BLOCK_M": 64, "KV_BIAS": 1, "DS_SLOTS": 2, "DQ_FIRST": 1}
+    usual = {"KV_BLOCK_M": 64, "KV_BIAS": 1, "DS_SLOTS": 2, "DQ_FIRST": 1, "KV_SLOTS": 0}
     assert set(knobs) <= set(usual) == {knob.name for knob in SINGLE.knobs}
     return {**usual, **knobs}
 
@@ -91,6 +94,10 @@ WAYS = {
     "single": (SINGLE, single_knobs()),
     "single_wide": (SINGLE, single_knobs(KV_BLOCK_M=128)),
     "single_late": (SINGLE, single_knobs(KV_BIAS=0, DS_SLOTS=4, DQ_FIRST=0)),
+    "units": (SINGLE, single_knobs(KV_SLOTS=2)),
+    "units_wide": (SINGLE, single_knobs(KV_BLOCK_M=128, KV_SLOTS=1)),
+    "units_of_one_slot": (SINGLE, single_knobs(KV_SLOTS=1)),
+    "units_late": (SINGLE, single_knobs(KV_BIAS=0, DS_SLOTS=4, DQ_FIRST=0, KV_SLOTS=2)),
 }
 
 
@@ -136,6 +143,38 @@ def test_without_a_key_the_gradient_of_q_is_zero(way):
 def test_heads_of_any_ratio_and_channels_past_head_dim(way):
     inputs = make_inputs(of(66, 100, batch=2, num_heads=7, head_dim=40, layout="bhsd"))
     assert judged(inputs, *WAYS[way]).reason == ""
+
+
+# Two programs of twelve units and more: rings go on where the unit before left them.
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("way", ["units", "units_wide", "units_late", "units_of_one_slot"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 300), (300, 260), (1, 257)])
+def test_programs_that_take_many_units_are_right(way, causal, seqlen_q, seqlen_k):
+    problem = of(seqlen_q, seqlen_k, causal, batch=2, num_heads=4, num_kv_heads=2)
+    assert judged(make_inputs(problem), *WAYS[way]).reason == ""
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 50),
+    st.sampled_from([False, True]),
+)
+@settings(deadline=None)
+def test_every_unit_is_taken_once_long_ones_first_within_a_group(blocks, heads, group, causal):
+    module = Machine().module(render(SINGLE.variant(of(1, 1, causal))).text)
+    units = SimpleNamespace(
+        count=Whole(blocks * heads),
+        blocks=Whole(blocks),
+        kv_heads=Whole(heads),
+        heads_per_group=Whole(min(group, heads) if causal else 1),
+        KV_SLOTS=2,
+    )
+    taken = [module.keys_of_unit(units, Whole(unit)) for unit in range(blocks * heads)]
+    assert set(taken) == {(head, 128 * block) for head in range(heads) for block in range(blocks)}
+    if causal:
+        last = [start_n for _, start_n in taken[-units.heads_per_group * blocks :]]
+        assert last == sorted(last)
 
 
 # Rows wider by 8 elements are named by a descriptor as they are, NaN neighbours and all.
@@ -224,6 +263,27 @@ FAULTS = {
         "single",
         "due_tile = (g * work.padded_q + start_m + j * BLOCK_M) * BLOCK_D",
         "due_tile = (g * work.padded_q + start_m) * BLOCK_D",
+    ),
+    "K is given back before the last ds meets it": (
+        "units_of_one_slot",
+        "    dq_async = dq_product(rings, turn, step, True, W, BLOCK_M)",
+        "    rings.k_ring.release(turn)\n"
+        "    dq_async = dq_product(rings, turn, step, True, W, BLOCK_M)",
+    ),
+    "the last ds of a unit keeps its slot": (
+        "units",
+        "        release_ds(rings, step, True)\n    add_dq",
+        "    add_dq",
+    ),
+    "dq of a unit goes on in the next one": (
+        "units",
+        "    due_tile = start_m * 0 - 1",
+        "    due_tile = turn - 1",
+    ),
+    "units are counted from where another call left the counter": (
+        "units",
+        "            gl.store(counter, 0)",
+        "            counter = counter",
     ),
     "the sums begin unset": ("single", "    gl.store(sums, gl.zeros", "    (sums, gl.zeros"),
     "a query's own key is hidden": (

@@ -60,7 +60,7 @@ def test_masks_beyond_causal_are_the_portable_familys(mask: dict) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_candidates_fit_and_are_few_enough_to_try_all(head_dim: int) -> None:
     p = problem(head_dim=head_dim)
-    for family, most in ((SPLIT, 48), (SINGLE, 12)):
+    for family, most in ((SPLIT, 48), (SINGLE, 24)):
         if family.unsupported(p, H200):
             continue
         candidates = [config for config, reason in space(family, p, H200) if reason is None]
@@ -68,7 +68,8 @@ def test_candidates_fit_and_are_few_enough_to_try_all(head_dim: int) -> None:
         for config in candidates:
             knobs = config.as_dict()
             block_m, slots = int(knobs["KV_BLOCK_M"]), int(knobs.get("DS_SLOTS", 0))
-            kv_bytes = backward_hopper_kv_smem_bytes(p, block_m, slots)
+            kv_slots = int(knobs.get("KV_SLOTS", 0))
+            kv_bytes = backward_hopper_kv_smem_bytes(p, block_m, slots, kv_slots)
             assert kv_bytes <= H200.smem_per_block
             if family is SPLIT:
                 assert backward_hopper_q_smem_bytes(p, knobs) <= H200.smem_per_block
@@ -118,6 +119,8 @@ def test_a_single_pass_serves_no_wide_heads_and_no_endless_groups() -> None:
         (SPLIT, 128, {"Q_V_STAGES": 1}, "overlaps no load"),
         (SINGLE, 128, {"KV_BLOCK_M": 128}, "registers of sums and scores for the pass"),
         (SINGLE, 64, {"KV_BLOCK_M": 128, "KV_BIAS": 0}, "begin at -lse"),
+        (SINGLE, 128, {"DS_SLOTS": 4, "KV_SLOTS": 2}, "bytes of shared memory for the pass"),
+        (SINGLE, 128, {"DS_SLOTS": 2, "KV_SLOTS": 1}, "a second slot fits"),
     ],
 )
 def test_a_knob_that_cannot_pay_is_refused_by_name(
@@ -126,6 +129,16 @@ def test_a_knob_that_cannot_pay_is_refused_by_name(
     p = problem(head_dim=head_dim, causal=True)
     config = Config.of(family.name, family.default(p, H200).as_dict() | knobs)
     assert reason in str(family.refusal(p, config, H200))
+
+
+def test_programs_of_one_unit_are_refused_a_counter_and_older_knobs_have_none() -> None:
+    few = problem(num_heads=4, num_kv_heads=4)
+    knobs = SINGLE.default(few, H200).as_dict() | {"DS_SLOTS": 2}
+    counting = Config.of(SINGLE.name, knobs | {"KV_SLOTS": 2})
+    assert "has one unit" in str(SINGLE.refusal(few, counting, H200))
+    assert SINGLE.refusal(replace(few, batch=2), counting, H200) is None
+    older = {name: value for name, value in knobs.items() if name != "KV_SLOTS"}
+    assert SINGLE.refusal(few, Config.of(SINGLE.name, older), H200) is None
 
 
 def test_tiles_that_are_mostly_empty_are_refused() -> None:
