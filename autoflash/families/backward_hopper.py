@@ -27,6 +27,7 @@ PLAN_PARTS = (
 PARTS = (
     *SHARED_PARTS,
     "backward_hopper/producer.py.jinja",
+    "backward_hopper/keys_rings.py.jinja",
     "backward_hopper/keys.py.jinja",
     "backward_hopper/keys_consumer.py.jinja",
     "backward_hopper/keys_kernel.py.jinja",

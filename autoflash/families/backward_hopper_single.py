@@ -26,7 +26,7 @@ KNOBS = (
     Knob("KV_BIAS", (1, 0)),
     Knob("DS_SLOTS", (2, 4)),
     Knob("DQ_FIRST", (1, 0)),
-    Knob("KV_SLOTS", (0, 2, 1)),
+    Knob("KV_SLOTS", (0, 2, 1), before=0),
 )
 
 
@@ -49,7 +49,7 @@ def refusal(problem: Problem, config: Config, gpu: Gpu) -> str | None:
 
 def _hopeless_slots(problem: Problem, knobs: dict, gpu: Gpu) -> str | None:
     """Why programs that take units one after the other cannot be faster, or None."""
-    kv_slots = knobs.get("KV_SLOTS", 0)
+    kv_slots = knobs["KV_SLOTS"]
     units = problem.batch * problem.num_kv_heads * -(-problem.seqlen_k // 128)
     if kv_slots and units <= gpu.num_sms:
         return "every program has one unit, none is left to load under it"

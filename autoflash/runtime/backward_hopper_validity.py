@@ -86,8 +86,7 @@ def backward_hopper_single_refusal(
     reason = backward_hopper_single_unsupported(problem, gpu)
     if reason:
         return reason
-    block_m, ds_slots = knobs["KV_BLOCK_M"], knobs["DS_SLOTS"]
-    kv_slots = knobs.get("KV_SLOTS", 0)  # older winners have none
+    block_m, ds_slots, kv_slots = (knobs[name] for name in ("KV_BLOCK_M", "DS_SLOTS", "KV_SLOTS"))
     if ds_slots < 2:
         return "a tile of ds is read in the next step: one slot waits for itself"
     live = {"the pass": backward_hopper_kv_live(problem, block_m, single=True)}

@@ -238,14 +238,6 @@ def slots_shape(slots, tile):
 
 
 @gluon.jit
-def new_barrier():
-    """A barrier on which one load arrives."""
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=1)
-    return barrier
-
-
-@gluon.jit
 def opaque_zero(step):
     """Zero, of which neither LLVM nor the assembler knows. As an index of a tile it keeps them from
     holding the tile's descriptors in registers all through a loop."""
@@ -335,6 +327,38 @@ def query_range(
     tiles = (work.seqlen_q + BLOCK_M - 1) // BLOCK_M
     first = gl.maximum(start_n - work.diagonal, 0) // BLOCK_M
     return first * BLOCK_M, tiles - first
+
+
+@aggregate
+class UnitRings:
+    """What a program of dk and dv shares: tiles of K and V, of queries, of ds, and the units.
+
+    The rows of lse and delta come and go with the tiles of q and of dout.
+    """
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    k_ring: Ring  # of the tiles k, two to a slot
+    v_ring: Ring
+    q: Ring
+    dout: Ring
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    handed: Ring
+    units: Ring
+
+    @gluon.constexpr_function
+    def __init__(self, k_ring, v_ring, q, dout, lse, delta, handed, units):
+        self.k = k_ring.slots
+        self.v = v_ring.slots
+        self.k_ring = k_ring
+        self.v_ring = v_ring
+        self.q = q
+        self.dout = dout
+        self.lse = lse
+        self.delta = delta
+        self.handed = handed
+        self.units = units
 
 
 @aggregate
@@ -561,38 +585,6 @@ def produce_units(
             unit = gl.atomic_add(counter, 1) + gl.num_programs(0)
             turn += 1
         announce_keys(rings.units, turn, -1, 0)
-
-
-@aggregate
-class UnitRings:
-    """What a program of dk and dv shares: tiles of K and V, of queries, of ds, and the units.
-
-    The rows of lse and delta come and go with the tiles of q and of dout.
-    """
-
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    k_ring: Ring  # of the tiles k, two to a slot
-    v_ring: Ring
-    q: Ring
-    dout: Ring
-    lse: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
-    handed: Ring
-    units: Ring
-
-    @gluon.constexpr_function
-    def __init__(self, k_ring, v_ring, q, dout, lse, delta, handed, units):
-        self.k = k_ring.slots
-        self.v = v_ring.slots
-        self.k_ring = k_ring
-        self.v_ring = v_ring
-        self.q = q
-        self.dout = dout
-        self.lse = lse
-        self.delta = delta
-        self.handed = handed
-        self.units = units
 
 
 @gluon.jit
@@ -952,17 +944,20 @@ def consume_unit(
             )
             due_tile = (g * work.padded_q + start_m + j * BLOCK_M) * BLOCK_D
             step += 1
+    HEAD_DIM: gl.constexpr = work.HEAD_DIM
+    # K is read by both warpgroups, V by its own only
+    own_v = tile_of(rings.v, 2 * rings.v_ring.slot(turn) + W)
     dq_async = dq_product(rings, turn, step, True, W, BLOCK_M)
+    if units.KV_SLOTS > 0:
+        store_rows(dv_target, dv, own_v, batch, kv_of_batch, own_n, work.seqlen_k, HEAD_DIM)
     dq = warpgroup_mma_wait(0, deps=[dq_async])
     if units.KV_SLOTS > 0:
         rings.k_ring.release(turn)
         release_ds(rings, step, True)
     add_dq(first_sums + due_tile, dq)
     dk = dk * work.softmax_scale
-    HEAD_DIM: gl.constexpr = work.HEAD_DIM
-    # K is read by both warpgroups, V by its own only
-    own_v = tile_of(rings.v, 2 * rings.v_ring.slot(turn) + W)
-    store_rows(dv_target, dv, own_v, batch, kv_of_batch, own_n, work.seqlen_k, HEAD_DIM)
+    if units.KV_SLOTS == 0:
+        store_rows(dv_target, dv, own_v, batch, kv_of_batch, own_n, work.seqlen_k, HEAD_DIM)
     store_rows(dk_target, dk, own_v, batch, kv_of_batch, own_n, work.seqlen_k, HEAD_DIM)
     if units.KV_SLOTS > 0:
         fence_async_shared()  # the tile was written; the next load writes it past the cache
