@@ -13,14 +13,12 @@ KnobValue = int | str
 class Knob:
     """One tunable of a family and the values the search may give it, in order of preference.
 
-    One that is not `compiled` only decides how the kernel is launched. `before` is what rows mean
-    that were written before the family had the knob; None where there are none.
+    One that is not `compiled` only decides how the kernel is launched.
     """
 
     name: str
     values: tuple[KnobValue, ...]
     compiled: bool = True
-    before: KnobValue | None = None
 
 
 @dataclass(frozen=True, order=True)

@@ -26,7 +26,7 @@ KNOBS = (
     Knob("KV_BIAS", (1, 0)),
     Knob("DS_SLOTS", (2, 4)),
     Knob("DQ_FIRST", (1, 0)),
-    Knob("KV_SLOTS", (0, 2, 1), before=0),
+    Knob("KV_SLOTS", (2, 0, 1)),
 )
 
 

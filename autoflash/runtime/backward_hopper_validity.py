@@ -173,9 +173,9 @@ BACKWARD_HOPPER_KNOBS = (
 )
 # The same of the single pass: KV_BLOCK_M, KV_BIAS, DS_SLOTS, DQ_FIRST, KV_SLOTS.
 BACKWARD_HOPPER_SINGLE_DEFAULTS: dict[tuple[int, bool], tuple[int, ...]] = {
-    (64, True): (64, 0, 2, 1, 0),
-    (64, False): (128, 1, 2, 1, 0),
-    (128, True): (64, 1, 4, 1, 0),
+    (64, True): (64, 1, 2, 1, 2),
+    (64, False): (128, 1, 2, 1, 2),
+    (128, True): (64, 1, 2, 1, 2),
     (128, False): (64, 1, 4, 1, 0),
 }
 BACKWARD_HOPPER_SINGLE_KNOBS = ("KV_BLOCK_M", "KV_BIAS", "DS_SLOTS", "DQ_FIRST", "KV_SLOTS")

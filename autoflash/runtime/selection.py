@@ -81,12 +81,12 @@ SELECTION_DEFAULTS = {
 }
 # Gluon has no interpreter
 SELECTION_COMPILED_ONLY = ("prefill_hopper", "backward_hopper", "backward_hopper_single")
-# By op, whose default serves what no row does: the portable family where no other can.
+# By op, whose default serves what no row does, the fastest first, the portable one at last.
 SELECTION_FAMILIES = {
     "prefill": ("prefill_hopper", "prefill"),
     "decode": ("decode",),
     "latent decode": ("decode_latent",),
-    "backward": ("backward",),
+    "backward": ("backward_hopper_single", "backward_hopper", "backward"),
 }
 
 

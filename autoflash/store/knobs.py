@@ -14,15 +14,12 @@ Timed = tuple[Config, float]
 def read_config(family: Any, knobs: Any) -> Config:
     """The Config of these knobs. Raises ValueError for knobs the family lacks or that are missing.
 
-    A knob that the family had not always is what it was before. Whether values are valid for a
-    problem is for the family's predicate to say.
+    Whether their values are valid for a problem is for the family's predicate to say.
     """
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"no family is called {family!r}")
     if not isinstance(knobs, dict):
         raise ValueError(f"knobs are {knobs!r}, not an object")
-    added = {knob.name: knob.before for knob in FAMILIES[family].knobs if knob.before is not None}
-    knobs = {**added, **knobs}
     names = {knob.name for knob in FAMILIES[family].knobs}
     for name in sorted(names ^ set(knobs)):
         what = "is missing" if name in names else "is unknown"

@@ -16,7 +16,6 @@ from autoflash.runtime.backward_hopper_validity import (
     backward_hopper_kv_smem_bytes,
     backward_hopper_q_smem_bytes,
 )
-from autoflash.store.knobs import read_config
 
 H200 = gpus.known("NVIDIA_H200")
 SPLIT, SINGLE = backward_hopper.FAMILY, backward_hopper_single.FAMILY
@@ -134,16 +133,10 @@ def test_a_knob_that_cannot_pay_is_refused_by_name(
 
 def test_programs_of_one_unit_are_refused_a_counter() -> None:
     few = problem(num_heads=4, num_kv_heads=4)
-    knobs = SINGLE.default(few, H200).as_dict() | {"DS_SLOTS": 2}
-    counting = Config.of(SINGLE.name, knobs | {"KV_SLOTS": 2})
+    knobs = SINGLE.default(few, H200).as_dict() | {"DS_SLOTS": 2, "KV_SLOTS": 2}
+    counting = Config.of(SINGLE.name, knobs | {"DQ_FIRST": 0})
     assert "has one unit" in str(SINGLE.refusal(few, counting, H200))
     assert SINGLE.refusal(replace(few, batch=2), counting, H200) is None
-
-
-def test_rows_of_before_the_counter_are_of_programs_of_one_unit() -> None:
-    now = SINGLE.default(problem(), H200).as_dict()
-    before = {name: value for name, value in now.items() if name != "KV_SLOTS"}
-    assert read_config(SINGLE.name, before) == Config.of(SINGLE.name, now | {"KV_SLOTS": 0})
 
 
 def test_tiles_that_are_mostly_empty_are_refused() -> None:

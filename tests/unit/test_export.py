@@ -181,8 +181,10 @@ def test_a_hopper_backward_is_carried_beside_the_portable_one_for_what_it_does_n
         winner = winner_of(tuned, FAMILIES[name].default(tuned, H200))
         selector = selector_of(export([winner]).text)
         assert selector.choose(tuned, DEVICE).family == name
-        assert selector.choose(backward_of(head_dim=64), DEVICE).family == "backward"
+        untuned = selector.choose(backward_of(head_dim=64), DEVICE)
+        assert (untuned.how, untuned.family) == ("default", name)
         assert selector.choose(backward_of(dtype="fp32"), DEVICE).family == "backward"
+        assert selector.choose(backward_of(softcap=True), DEVICE).family == "backward"
 
 
 def test_tuning_only_tiny_shapes_never_decides_for_a_huge_one():  # case B26
