@@ -58,7 +58,7 @@ def main() -> None:
     started = time.monotonic()
     compile_ahead(named, options.module, options.processes)
     module = load_module(options.module)
-    results = []
+    results, summary, path = [], {}, None
     for name, problem in named.items():
         sets = buffer_sets(floor(problem, gpu).bytes_moved, gpu.l2_bytes)
         inputs = [make_inputs(problem, seed, "cuda") for seed in range(sets)]
@@ -73,12 +73,13 @@ def main() -> None:
         for peer, reason in left_out.items():
             print(f"    {peer} is left out: {reason}")
         sys.stdout.flush()
+        # after every case: whoever stops the run keeps what was done
+        seconds = {"all": round(time.monotonic() - started)}
+        summary = {what: figures(results, what) for what in ("ratio", "over_flex")}
+        path = write_results("backward", results, peer_versions(), summary=summary, seconds=seconds)
         del inputs, calls
         gc.collect()
         torch.cuda.empty_cache()
-    seconds = {"all": round(time.monotonic() - started)}
-    summary = {what: figures(results, what) for what in ("ratio", "over_flex")}
-    path = write_results("backward", results, peer_versions(), summary=summary, seconds=seconds)
     print(summary)
     print(path)
 
@@ -256,7 +257,7 @@ def figures(results: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
     """Geometric mean and worst of a ratio over the cases that have it."""
     ratios = {each["case"]["name"]: each[what] for each in results if each[what]}
     worst = min(ratios, key=lambda name: ratios[name], default="")
-    mean = round(geometric_mean(list(ratios.values())), 4)
+    mean = round(geometric_mean(list(ratios.values())), 4) if ratios else None
     return {"cases": len(ratios), "geometric_mean": mean, "worst": ratios.get(worst), "case": worst}
 
 

@@ -51,6 +51,7 @@ def main() -> int:
     options = parsed()
     load_module(options.module).register_attention(NAME)
     names = {"autoflash": NAME, **{name: name for name in PEERS}}
+    shape = {name: getattr(options, name) for name in ("layers", "hidden", "tokens")}
     results, agree = [], True
     with torch.inference_mode():
         model = llama(options, torch.bfloat16)
@@ -67,8 +68,8 @@ def main() -> int:
                 told = {"slower_us": slower_by(samples), "tokens": wrong or "as they must be"}
                 results.append(case_result(case, medians, left_out, **told))
                 print(case, {name: round(us, 1) for name, us in medians.items()}, told)
-    shape = {name: getattr(options, name) for name in ("layers", "hidden", "tokens")}
-    print(write_results("serving", results, model=shape, rounds=ROUNDS))
+            # after every batch: whoever stops the run keeps what was done
+            print(write_results("serving", results, model=shape, rounds=ROUNDS), flush=True)
     return 0 if agree else 1
 
 
