@@ -19,6 +19,8 @@ from autoflash.structures import masks_of
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_TORCH_DTYPES = {**TORCH_DTYPES, **QUANTISED_DTYPES}
 Lengths = Sequence[int | tuple[int, int]]  # tokens of sequences, or (queries, keys) of packed ones
+EMPTY_OF_CAPTURED = 8  # sequences of a captured batch, one is empty: batches are padded to it
+CAPTURED_RANGE = 64  # times as long as the shortest others are the longest
 CHOSEN_OF = 4  # times as long as what is read of it is a sequence whose pages are chosen
 
 
@@ -169,8 +171,9 @@ class Inputs:
 
 
 def sequence_lengths(problem: Problem, seed: int = 0) -> list[int]:
-    """The valid tokens of each sequence: all `seqlen_k`, or ragged in [seqlen_k / 8, seqlen_k].
+    """The valid tokens of each sequence: all `seqlen_k`, ragged in [seqlen_k / 8, seqlen_k].
 
+    Of a captured step they are those of one replay, another for each seed.
     The first ragged sequence is the longest, so that a table's width is the same for every seed.
     Where `seqlen_k` keys in chosen pages are read, sequences are CHOSEN_OF times as long.
     """
@@ -180,11 +183,25 @@ def sequence_lengths(problem: Problem, seed: int = 0) -> list[int]:
     if problem.lengths == "equal":
         return [problem.seqlen_k] * problem.batch
     generator = torch.Generator().manual_seed(seed)
+    if problem.lengths == "captured":
+        return _captured_lengths(problem, generator)
     low = problem.seqlen_k // 8
     if problem.paged and problem.op == "prefill" and not problem.varlen:
         low = max(low, min(problem.seqlen_q, problem.seqlen_k))  # its queries are among the keys
     drawn = torch.randint(low, problem.seqlen_k + 1, (problem.batch,), generator=generator)
     return [problem.seqlen_k, *drawn.tolist()[1:]]
+
+
+def _captured_lengths(problem: Problem, generator: torch.Generator) -> list[int]:
+    """Of one replay: as many short as long ones, so that seeds differ little in their sum."""
+    p, empty = problem, problem.batch // EMPTY_OF_CAPTURED
+    used = p.batch - empty
+    places = (torch.arange(used) + torch.rand(used, generator=generator)) / used
+    lengths = (
+        (p.seqlen_k * CAPTURED_RANGE ** (places - 1)).long().clamp_min(min(p.seqlen_q, p.seqlen_k))
+    )
+    lengths = torch.cat([lengths, lengths.new_zeros(empty)])
+    return lengths[torch.randperm(p.batch, generator=generator)].tolist()
 
 
 def packed_lengths(
@@ -208,7 +225,12 @@ def packed_lengths(
 
 
 def lengths_of(problem: Problem) -> Lengths | None:
-    """Those of the problem's own roofline, for inputs that differ in their values alone."""
+    """Those of the problem's own roofline, for inputs that differ in their values alone.
+
+    None where each draws its own: those of a captured step, which stand for many replays.
+    """
+    if problem.lengths == "captured":
+        return None
     if problem.varlen:
         return list(zip(*packed_lengths(problem), strict=True))
     return sequence_lengths(problem) if problem.op == "decode" or problem.paged else None

@@ -30,7 +30,7 @@ from autoflash.problem import Problem, Variant
 from autoflash.render import render
 from autoflash.runtime.launch import run_plan
 from autoflash.runtime.match import MATCH_EXACT_FIELDS
-from autoflash.runtime.problem import CHOSEN, LATENT_WIDTHS, PAGES
+from autoflash.runtime.problem import CHOSEN, LATENT_WIDTHS, LENGTHS, PAGES
 
 
 class Subject(Protocol):
@@ -200,7 +200,7 @@ def _tuned_problem(key: tuple[Any, ...], sizes: Any) -> Problem:
         seqlen_q=sizes.seqlen_q,
         seqlen_k=sizes.seqlen_k,
         page_size=sizes.page_size,
-        lengths="ragged" if sizes.ragged else "equal",
+        lengths=LENGTHS[sizes.lengths],
         pages=PAGES[sizes.pages] if sizes.page_size else "",
         window_left=left,
         window_right=right,

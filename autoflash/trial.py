@@ -94,7 +94,7 @@ class CudaDevice(Checker):
     def prepare(self, problem: Problem, seed: int) -> None:
         self.release()
         self._prepared = (problem, seed)
-        # every set has the lengths of the problem's own roofline
+        # every set has the lengths of the problem's own roofline, or those of another replay
         lengths = lengths_of(problem)
         with failures(), GPU_CLOCK.counting():
             while not self._sets or len(self._sets) < self._sets_wanted():

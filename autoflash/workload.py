@@ -152,7 +152,7 @@ class DecodeEntry(Model):
     seqlen_k: OneOrMany[Positive]
     page_size: OneOrMany[NotNegative] = Field(default=[0])
     kv_layout: OneOrMany[Literal["nhd", "hnd"]] = Field(default=["nhd"])
-    lengths: OneOrMany[Literal["equal", "ragged"]] = Field(default=["equal"])
+    lengths: OneOrMany[Literal["equal", "ragged", "captured"]] = Field(default=["equal"])
     pages: OneOrMany[Literal["permuted", "contiguous", "shared", "chosen"]] = Field(
         default_factory=list
     )

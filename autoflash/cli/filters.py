@@ -50,7 +50,7 @@ FILTERS: dict[str, Any] = {
         Literal["bshd", "bhsd", "thd"] | None,
         typer.Option("--layout", help="Of q, k and v; decode's is bshd."),
     ],
-    "lengths": Annotated[Literal["equal", "ragged"] | None, typer.Option("--lengths")],
+    "lengths": Annotated[Literal["equal", "ragged", "captured"] | None, typer.Option("--lengths")],
     "paged": Annotated[
         bool | None, typer.Option("--paged/--contiguous", help="Only the one kind of cache.")
     ],

@@ -105,7 +105,7 @@ DECODE_REGISTERS = {64: 128, 128: 168, 256: 255}  # per thread, by channels of a
 
 def decode_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     """Knobs that decode_refusal accepts wherever the problem is served."""
-    balanced = problem.lengths == "ragged" and 1 < problem.batch <= DECODE_GROUP_BATCH
+    balanced = problem.lengths != "equal" and 1 < problem.batch <= DECODE_GROUP_BATCH
     names = ("SWAP", "BLOCK_N", "num_warps", "num_stages")
     by_preference = DECODE_WIDE_DEFAULTS if decode_is_wide(problem) else DECODE_DEFAULTS
     if problem.dtype == "fp32":

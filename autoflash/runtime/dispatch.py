@@ -258,8 +258,9 @@ def decode(
     each entry tells which page of its sequence, counted from 0, stands there in the table, a
     negative one that none does; no page may stand there twice. Of latent attention k_cache has one
     head of 576 channels, whose first 512 are the values too: v_cache is None, and `out` 512 wide.
-    `max_seqlen_k` (no length is greater), `lengths` (equal, ragged) and `pages` (permuted,
-    contiguous, shared by all sequences at the beginning) only help the choice. `lse` is fp32
+    `max_seqlen_k` (no length is greater), `lengths` (equal, ragged, captured: of a graph's replays)
+    and `pages` (permuted, contiguous, shared by all sequences at the beginning) only help the
+    choice. `lse` is fp32
     (batch, num_heads, seqlen_q), (batch, num_heads) if q has no query axis. `batch_invariant` gives
     a sequence the bits that it has alone, in whatever batch: its cache is not split, which takes
     longer where the batch is small and the cache long. `check` looks at lengths and page ids, and

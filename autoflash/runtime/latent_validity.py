@@ -66,7 +66,7 @@ DECODE_LATENT_DEFAULTS = ((32, 64, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2), (16, 1
 
 def decode_latent_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     """Knobs that decode_latent_refusal accepts wherever the problem is served."""
-    balanced = problem.lengths == "ragged" and 1 < problem.batch <= DECODE_GROUP_BATCH
+    balanced = problem.lengths != "equal" and 1 < problem.batch <= DECODE_GROUP_BATCH
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     choices: list[dict[str, int | str]] = [
         dict(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import log2
 from typing import NamedTuple
 
-from .problem import PAGES, Problem
+from .problem import LENGTHS, PAGES, Problem
 
 # What each field of Problem and each argument of prefill() and decode() means for a match.
 # "exact" must be equal; "near" may differ, the nearest wins; "derived" counts through what
@@ -89,7 +89,7 @@ MATCH_DISTRIBUTION_DISTANCE = 0.5
 
 
 class MatchSizes(NamedTuple):
-    """The sizes that match by nearness. `ragged` is 0 or 1, `pages` a place in PAGES.
+    """The sizes that match by nearness. `lengths` and `pages` are places in LENGTHS and PAGES.
 
     The keys before and after a query are 0 where there is no window, an unbounded side's all keys.
     """
@@ -98,7 +98,7 @@ class MatchSizes(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     page_size: int
-    ragged: int
+    lengths: int
     pages: int = 0
     keys_before: int = 0
     keys_after: int = 0
@@ -121,7 +121,7 @@ def match_sizes(problem: Problem) -> MatchSizes:
         problem.seqlen_q,
         problem.seqlen_k,
         problem.page_size,
-        int(problem.lengths == "ragged"),
+        LENGTHS.index(problem.lengths),
         PAGES.index(problem.pages) if problem.paged else 0,
         before,
         after,
@@ -140,7 +140,7 @@ def match_bucket(sizes: MatchSizes) -> MatchSizes:
 
 def match_distance(a: MatchSizes, b: MatchSizes) -> float | None:
     """How many doublings lie between two sizes, summed; None when one is beyond MATCH_LIMIT."""
-    total = MATCH_DISTRIBUTION_DISTANCE * ((a.ragged != b.ragged) + (a.pages != b.pages))
+    total = MATCH_DISTRIBUTION_DISTANCE * ((a.lengths != b.lengths) + (a.pages != b.pages))
     others = _match_scales(b)
     for name, x in _match_scales(a).items():
         doublings = abs(log2(max(x, 1)) - log2(max(others[name], 1)))
@@ -153,4 +153,6 @@ def match_distance(a: MatchSizes, b: MatchSizes) -> float | None:
 
 def _match_scales(sizes: MatchSizes) -> dict[str, int]:
     """The sizes that are counted in doublings."""
-    return {name: size for name, size in sizes._asdict().items() if name not in ("ragged", "pages")}
+    return {
+        name: size for name, size in sizes._asdict().items() if name not in ("lengths", "pages")
+    }

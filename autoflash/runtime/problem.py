@@ -12,7 +12,7 @@ QUANTISED_BYTES = {"fp8_e4m3": 1, "int8": 1}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, **QUANTISED_BYTES}
 LAYOUTS = ("bshd", "bhsd", "thd")  # thd: sequences packed one after the other
 KV_LAYOUTS = ("nhd", "hnd")
-LENGTHS = ("equal", "ragged")
+LENGTHS = ("equal", "ragged", "captured")  # in the order of rows
 CHOSEN = "chosen"
 PAGES = ("permuted", "contiguous", "shared", CHOSEN)
 KV_SCALES = ("tensor", "head", "token")
@@ -34,7 +34,9 @@ class Problem:
     `backward` is that of a prefill, whose fields it has.
 
     `seqlen_k` is the longest sequence of the batch; with `lengths` "ragged" the others lie between
-    an eighth of it and it. `pages` says where a sequence's pages lie: anywhere ("permuted"), one
+    an eighth of it and it, and those of a decode that a CUDA graph was "captured" of are others at
+    each replay: from a 64th of it to it, as many short as long ones, one in eight of a batch empty.
+    `pages` says where a sequence's pages lie: anywhere ("permuted"), one
     after the other ("contiguous"), or anywhere but the first half of `seqlen_k` ("shared"), which
     all sequences have in common; or that `seqlen_k` keys in some pages of longer sequences are read
     ("chosen"). `kv_scales` says what one scale of a quantised cache is for: all
@@ -246,6 +248,8 @@ def problem_error(p: Problem) -> str | None:
         return "dropout is of training: there is none in decode, nor over pages"
     if p.bias and p.varlen and p.op == "backward":
         return "bias of packed sequences has no gradients yet"
+    if p.lengths == "captured" and (p.op != "decode" or p.pages == CHOSEN):
+        return "lengths 'captured' are of a decode step over whole sequences"
     if p.pages == CHOSEN and p.op != "decode":
         return f"pages {CHOSEN!r} are of decode: {p.op} reads all pages of a sequence"
     for name in ("batch", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "seqlen_q"):

@@ -15,7 +15,7 @@ from .launch import Launch, compile_plan, interpreted
 from .masks import BlockLists
 from .match import MATCH_EXACT_FIELDS
 from .modifiers import Modifiers, backward_plan, decode_plan, modifiers_of, prefill_plan
-from .problem import CHOSEN, PAGES, Problem
+from .problem import CHOSEN, LENGTHS, PAGES, Problem
 from .recall import recall_module
 from .scales import QUANTISED_ARGUMENTS, cache_form
 from .selection import Row
@@ -68,7 +68,7 @@ def tuned_problem(row: Row) -> Problem:
         seqlen_q=sizes.seqlen_q,
         seqlen_k=sizes.seqlen_k,
         page_size=sizes.page_size,
-        lengths="ragged" if sizes.ragged else "equal",
+        lengths=LENGTHS[sizes.lengths],
         pages=PAGES[sizes.pages],
         window_left=sides[0],
         window_right=sides[1],

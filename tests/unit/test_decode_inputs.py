@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from autoflash.gpu import known
-from autoflash.inputs import POISON_PAGE, Inputs, make_inputs, sequence_lengths
+from autoflash.inputs import POISON_PAGE, Inputs, lengths_of, make_inputs, sequence_lengths
 from autoflash.pages import shared_tokens
-from autoflash.problem import Problem, title
+from autoflash.problem import Problem, ProblemError, title
 from autoflash.roofline import floor
 
 PAGED = Problem("decode", "bf16", 4, 4, 2, 16, 1, 100, page_size=16, lengths="ragged")
@@ -81,3 +82,41 @@ def test_a_problem_says_of_its_pages_and_scales_what_is_not_as_usual() -> None:
     assert title(PAGED).endswith("pages of 16, ragged")
     told = title(replace(PAGED, pages="shared", kv_dtype="int8", kv_scales="head"))
     assert told.endswith("pages of 16, pages shared, int8 with scales per head, ragged")
+
+
+def captured(batch: int, **changes: Any) -> Problem:
+    fields = {"page_size": 16, "lengths": "captured", **changes}
+    return Problem("decode", "bf16", batch, 8, 2, 64, 1, 8192, **fields)
+
+
+def test_replays_of_a_captured_step_have_other_lengths_with_as_many_short_as_long_ones() -> None:
+    draws = [sequence_lengths(captured(64), seed) for seed in range(9)]
+    assert len({tuple(draw) for draw in draws}) == 9
+    assert draws[0] == sequence_lengths(captured(64), 0)
+    for draw in draws:
+        used = sorted(keys for keys in draw if keys)
+        assert len(draw) - len(used) == 8
+        assert 8192 // 64 <= used[0] < 160 and 7600 < used[-1] <= 8192
+        assert 900 < used[len(used) // 2] < 1150  # an eighth of the longest
+    assert max(map(sum, draws)) < 1.03 * min(map(sum, draws))
+
+
+def test_a_captured_batch_of_one_is_long_and_short_and_never_empty() -> None:
+    draws = [sequence_lengths(captured(1), seed)[0] for seed in range(40)]
+    assert min(draws) < 200 and max(draws) > 6000
+
+
+def test_inputs_of_a_captured_step_are_of_replays_whose_tables_are_alike() -> None:
+    assert lengths_of(captured(8)) is None and lengths_of(captured(8, lengths="ragged"))
+    inputs = [make_inputs(captured(8), seed) for seed in range(2)]
+    a, b = (each.cache_seqlens for each in inputs)
+    assert a is not None and b is not None and not torch.equal(a, b) and (a == 0).any()
+    tables = [each.block_table for each in inputs]
+    assert {None if table is None else tuple(table.shape) for table in tables} == {(8, 512)}
+
+
+def test_only_a_decode_step_over_whole_sequences_is_captured() -> None:
+    for op, changes in (("prefill", {}), ("decode", {"pages": "chosen"})):
+        fields = {"page_size": 16, "lengths": "captured", **changes}
+        with pytest.raises(ProblemError, match="'captured' are of a decode step over whole"):
+            Problem(op, "bf16", 2, 8, 2, 64, 1, 512, **fields)

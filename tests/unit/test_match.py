@@ -104,6 +104,15 @@ def test_the_distribution_that_was_tuned_is_nearer_than_another():
     assert distances == [0, 0.5, 0.5, 0.5, 1, 1]
 
 
+def test_what_was_tuned_for_a_graphs_replays_serves_captured_calls_first():
+    asked = match_sizes(decode_of(lengths="captured"))
+    distances = [
+        match_distance(asked, match_sizes(decode_of(lengths=lengths)))
+        for lengths in ("captured", "ragged", "equal")
+    ]
+    assert distances == [0, 0.5, 0.5]
+
+
 def test_a_window_is_as_near_as_its_widths_and_an_open_side_as_wide_as_the_keys():
     def distance(*windows: tuple[int, int]) -> float | None:
         one, other = (
