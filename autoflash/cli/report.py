@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoflash.cli.filters import Database, Filters, OfGpu
-from autoflash.cli.notices import notice, store_warnings_told
+from autoflash.cli.notices import counted, notice, store_warnings_told
 
 if TYPE_CHECKING:
     from autoflash.explain import Explanation
@@ -50,7 +50,8 @@ def report(
         write_whole(output, text)
     except OSError as error:
         raise AutoflashError(f"cannot write {output}: {error.strerror}") from None
-    notice(f"{output}: {len(explanations)} winners, {len(runs)} runs, {len(beside)} beside peers")
+    told = (counted(len(explanations), "winner"), counted(len(runs), "run"))
+    notice(f"{output}: {', '.join(told)}, {len(beside)} beside peers")
 
 
 def _measured(db: Path | None, filters: Filters) -> "tuple[list[Explanation], list[Any]]":
