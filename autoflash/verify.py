@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from threading import Event
 
 import torch
 
@@ -129,8 +130,10 @@ def examined(
     """What came of every case, in the order of the units.
 
     `jobs` processes take one unit after the other. One that a case kills or outlasts its deadline
-    is started again for the next case. `told` is called with each finding as it is made.
+    is started again for the next case. `told` is called with each finding as it is made. Whatever
+    ends this early, as Ctrl-C, waits for the cases that run and for no other.
     """
+    ended = Event()
     children = [Child(examiner, environment) for _ in range(max(1, min(jobs, len(units))))]
     free = list(children)
 
@@ -139,6 +142,8 @@ def examined(
         try:
             findings = []
             for case in unit.cases:
+                if ended.is_set():
+                    break
                 findings.append(_finding(child, unit.told, case))
                 told(findings[-1])
             return findings
@@ -147,7 +152,10 @@ def examined(
 
     try:
         with ThreadPoolExecutor(len(children)) as threads:
-            return [finding for found in threads.map(work, units) for finding in found]
+            try:
+                return [finding for found in threads.map(work, units) for finding in found]
+            finally:
+                ended.set()
     finally:
         for child in children:
             child.close()

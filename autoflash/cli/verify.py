@@ -90,13 +90,19 @@ def verify(
     if not cases:
         raise AutoflashError("nothing to verify: no case is left")
     notice(f"{cases} cases on {target.name}" + ("" if on_gpu else ", in an interpreter"))
-    findings = examined(
-        units,
-        partial(Examiner, "cuda" if on_gpu else "cpu", target, seed),
-        environment={} if on_gpu else INTERPRET,
-        jobs=jobs or min(os.cpu_count() or 1, MOST_JOBS),
-        told=_Counter(cases).told,
-    )
+    counter = _Counter(cases)
+    try:
+        findings = examined(
+            units,
+            partial(Examiner, "cuda" if on_gpu else "cpu", target, seed),
+            environment={} if on_gpu else INTERPRET,
+            jobs=jobs or min(os.cpu_count() or 1, MOST_JOBS),
+            told=counter.told,
+        )
+    except KeyboardInterrupt:
+        notice(f"interrupted: this is of {len(counter.findings)} of the {cases} cases")
+        print_table(COLUMNS, by_clause(counter.findings))
+        raise
     if junit:
         try:
             write_whole(junit, junit_report(findings))
@@ -167,20 +173,21 @@ class _Counter:
     """Tells on stderr how far it is, from time to time, and of every breach at once."""
 
     def __init__(self, cases: int) -> None:
-        self._cases, self._done, self._broken = cases, 0, 0
+        self.findings: list[Finding] = []
+        self._cases, self._broken = cases, 0
         self._began = self._last_told = time.monotonic()
 
     def told(self, finding: "Finding") -> None:
         now = time.monotonic()
-        self._done += 1
+        self.findings.append(finding)
         if finding.reason:
             self._broken += finding.broken
             what = "broken" if finding.broken else "left out"
             where = f"{finding.case.clause}: {finding.case.name}: {finding.told}"
             print(f"{what}: {where}: {finding.reason}", file=sys.stderr, flush=True)
-        if now - self._last_told >= TOLD_EVERY_S or self._done == self._cases:
+        if now - self._last_told >= TOLD_EVERY_S or len(self.findings) == self._cases:
             self._last_told = now
-            done = f"{self._done} of {self._cases} cases, {self._broken} broken"
+            done = f"{len(self.findings)} of {self._cases} cases, {self._broken} broken"
             print(f"{done}, {now - self._began:.0f} s", file=sys.stderr, flush=True)
 
 

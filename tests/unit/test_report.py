@@ -66,7 +66,7 @@ def written(db, tmp_path) -> str:
     output = tmp_path / "report.html"
     result = ask("--db", db, "-o", output, "--results", results_file(tmp_path))
     assert result.exception is None, result.output
-    assert result.stderr.endswith("2 winners, 1 runs, 2 beside peers\n") and result.stdout == ""
+    assert result.stderr.endswith("2 winners, 1 run, 2 beside peers\n") and result.stdout == ""
     return output.read_text()
 
 

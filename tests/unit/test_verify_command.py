@@ -21,7 +21,7 @@ from autoflash.roofline import cache_bytes
 from autoflash.runtime.match import match_key, match_sizes
 from autoflash.store import shipped_winners
 from autoflash.subjects import exported_module, tuned_problems
-from autoflash.verify import of_family, of_module, of_winners
+from autoflash.verify import Unit, examined, of_family, of_module, of_winners
 
 H200 = known("NVIDIA_H200")
 OPS = ("prefill", "decode")
@@ -165,3 +165,26 @@ def test_a_name_tells_problem_and_lengths():
     name = findings()[2].case.name
     assert name.startswith("random values: decode bf16") and name.endswith("lengths [3]")
     assert json.dumps(name)
+
+
+class Agreeing:
+    """An examiner that finds nothing."""
+
+    def examine(self, told, case):
+        return ""
+
+
+def test_an_interruption_waits_for_the_cases_that_run_and_for_no_other():
+    kind = kinds_of("prefill", small=True)[0]
+    unit = Unit(Path("m.py"), tuple(cases_of(kind, (64,), small=True)))
+    seen = []
+
+    def told(finding):
+        seen.append(finding)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    assert len(examined([unit] * 4, Agreeing)) == 4 * len(unit.cases)
+    with pytest.raises(KeyboardInterrupt):
+        examined([unit] * 4, Agreeing, told=told)
+    assert len(seen) < len(unit.cases)  # nor is the unit that had begun gone through
