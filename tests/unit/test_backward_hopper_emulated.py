@@ -264,12 +264,6 @@ FAULTS = {
         "due_tile = (g * work.padded_q + start_m + j * BLOCK_M) * BLOCK_D",
         "due_tile = (g * work.padded_q + start_m) * BLOCK_D",
     ),
-    "K is given back before the last ds meets it": (
-        "units_of_one_slot",
-        "    dq_async = dq_product(rings, turn, step, True, W, BLOCK_M)",
-        "    rings.k_ring.release(turn)\n"
-        "    dq_async = dq_product(rings, turn, step, True, W, BLOCK_M)",
-    ),
     "the last ds of a unit keeps its slot": (
         "units",
         "        release_ds(rings, step, True)\n    add_dq",

@@ -140,7 +140,10 @@ def test_a_peer_that_is_not_installed_says_so(monkeypatch):
     assert told(error.value).startswith("ModuleNotFoundError: ") and "\n" not in told(error.value)
 
 
-def test_versions_are_those_of_what_is_installed(monkeypatch):
+@pytest.mark.parametrize("cudnn", [None, 91900])
+def test_versions_are_those_of_what_is_installed(cudnn, monkeypatch):
     monkeypatch.setattr("autoflash.peers.PACKAGES", ("numpy", "no-such-package"))
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: cudnn)
     found = peer_versions()
-    assert set(found) == {"cudnn", "numpy"} and found["numpy"][0].isdigit()
+    assert found.pop("numpy")[0].isdigit()
+    assert found == ({"cudnn": "91900"} if cudnn else {})
