@@ -71,7 +71,9 @@ def _knobs(config: Config, part: str) -> list:
     ("dtype", "head_dim"),
     [("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp16", 40), ("fp32", 64)],
 )
-def test_every_kernel_is_right_at_every_edge_and_repeats_its_bits(gpu, dtype, causal, head_dim):
+def test_every_kernel_is_right_at_every_edge_and_repeats_its_bits(  # case B40
+    gpu, dtype, causal, head_dim
+):
     configs = parts(of(1000, 1000, causal, dtype=dtype, head_dim=head_dim), gpu)
     problems = [of(*lengths, causal, dtype=dtype, head_dim=head_dim) for lengths in EDGES]
     compile_ahead(dict.fromkeys(configs, problems), gpu)
@@ -123,17 +125,39 @@ def test_values_of_another_width_are_right_at_every_edge_by_every_kernel(gpu, wi
     assert failures == []
 
 
+each_family = pytest.mark.parametrize(
+    "family", [FAMILY, backward_single.FAMILY], ids=lambda each: each.name
+)
+
+
+@each_family
 @pytest.mark.parametrize("heads", [(7, 1), (71, 1), (12, 4)], ids=str)
-def test_groups_of_any_size(gpu, heads):
+def test_groups_of_any_size(gpu, family, heads):  # case B23, case B46
     problem = of(300, 300, num_heads=heads[0], num_kv_heads=heads[1])
     inputs = make_inputs(problem, device="cuda")
-    verdict = GradientBudget(inputs).judge(run(inputs, FAMILY.default(problem, gpu), gpu))
+    verdict = GradientBudget(inputs).judge(run(inputs, family.default(problem, gpu), gpu))
     assert verdict.correct, verdict.reason
+
+
+@each_family
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_keys_past_the_last_one_count_for_nothing_where_all_logits_are_far_below_zero(  # case B07
+    gpu, family, causal
+):
+    for lengths in ((65, 65), (100, 100), (1, 128), (1, 1)):
+        problem = of(*lengths, causal, head_dim=64)
+        plain = make_inputs(problem, device="cuda")
+        q, k = plain.q.abs() + 10, -plain.k.abs() - 10
+        out, lse = forward(problem, q, k, plain.v)
+        assert lse.max() < -200  # p of a key of zeros would be infinite
+        inputs = replace(plain, q=q, k=k, out=out, lse=lse)
+        verdict = GradientBudget(inputs).judge(run(inputs, family.default(problem, gpu), gpu))
+        assert verdict.correct, f"{lengths}: {verdict.reason}"
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_logits_of_ten_thousand_give_no_nan(gpu, dtype, causal):
+def test_logits_of_ten_thousand_give_no_nan(gpu, dtype, causal):  # case B38
     problem = of(300, 300, causal, dtype=dtype)
     plain = make_inputs(problem, device="cuda")
     q, k = 40 * plain.q, 40 * plain.k
@@ -157,7 +181,7 @@ def test_rows_of_a_long_sequence_are_right(gpu, head_dim):
         assert verdict.correct, f"{family.name}: {verdict.reason}"
 
 
-def test_more_than_65535_heads(gpu):
+def test_more_than_65535_heads(gpu):  # case B14
     problem = of(16, 16, batch=8200, num_heads=8, num_kv_heads=8, head_dim=64)
     inputs = make_inputs(replace(problem, batch=1), device="cuda")
     many = {
@@ -170,8 +194,8 @@ def test_more_than_65535_heads(gpu):
     assert all(torch.equal(a[-1:], b) for a, b in zip(gradients, one, strict=True))
 
 
-@pytest.mark.parametrize("family", [FAMILY, backward_single.FAMILY], ids=lambda each: each.name)
-def test_the_worker_checks_times_and_checks_again_at_the_real_size(gpu, family):
+@each_family
+def test_the_worker_checks_times_and_checks_again_at_the_real_size(gpu, family):  # case B27
     problem = of(1024, 1024)
     device, config = CudaDevice(), family.default(problem, gpu)
     assert device.check(problem, config, 0).correct
@@ -207,6 +231,26 @@ def test_autograd_of_the_exported_module_is_right_and_bitwise_repeatable(module,
     verdict = GradientBudget(inputs).judge(runs[0])
     assert verdict.correct, verdict.reason
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:autoflash")
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_deterministic_gradients_repeat_while_another_stream_loads_the_gpu(  # case B47
+    module, causal
+):
+    inputs = make_inputs(of(1024, 1024, causal, num_heads=16, num_kv_heads=2), device="cuda")
+    tensors = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    load, aside = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    first = None
+    for _ in range(50):
+        with torch.cuda.stream(aside):
+            load.mm(load)
+        out = module.prefill(*tensors, causal=causal, deterministic=True)
+        found = torch.autograd.grad(out, tensors, inputs.dout)
+        first = found if first is None else first
+        assert all(map(torch.equal, found, first))
+    aside.synchronize()
 
 
 @pytest.mark.filterwarnings("ignore:autoflash")

@@ -61,7 +61,9 @@ def run(inputs: Inputs, config: Config, gpu: Gpu, softmax_scale: float | None = 
 
 
 @pytest.mark.parametrize(("family", "head_dim", "causal"), EACH_WAY)
-def test_every_kernel_is_right_at_every_edge_and_repeats_its_bits(gpu, family, head_dim, causal):
+def test_every_kernel_is_right_at_every_edge_and_repeats_its_bits(  # case B40
+    gpu, family, head_dim, causal
+):
     shape = {"head_dim": head_dim, "dtype": "bf16" if causal else "fp16"}
     configs = varied(family, of(1000, 1000, causal, **shape), gpu)
     problems = [of(*lengths, causal, **shape) for lengths in EDGES]
@@ -118,7 +120,7 @@ def test_what_lies_behind_the_last_token_of_a_head_is_not_read(gpu, family, head
 
 @pytest.mark.parametrize("family", [SPLIT, SINGLE], ids=lambda each: each.name)
 @pytest.mark.parametrize("heads", [(7, 1), (71, 1), (12, 4)], ids=str)
-def test_groups_of_any_size(gpu, family, heads):
+def test_groups_of_any_size(gpu, family, heads):  # case B23, case B46
     problem = of(300, 300, num_heads=heads[0], num_kv_heads=heads[1])
     inputs = make_inputs(problem, device="cuda")
     verdict = GradientBudget(inputs).judge(run(inputs, family.default(problem, gpu), gpu))
@@ -143,7 +145,7 @@ def test_programs_that_take_many_units_are_right(gpu, kv_slots, head_dim, causal
 
 @pytest.mark.parametrize(("family", "head_dim", "causal"), EACH_WAY)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_logits_of_ten_thousand_give_no_nan(gpu, family, head_dim, causal, dtype):
+def test_logits_of_ten_thousand_give_no_nan(gpu, family, head_dim, causal, dtype):  # case B38
     problem = of(300, 300, causal, dtype=dtype, head_dim=head_dim)
     plain = make_inputs(problem, device="cuda")
     # multiples of 10: sums of 256 products are exact in fp32, where 5000 is known to 0.0005
@@ -158,7 +160,7 @@ def test_logits_of_ten_thousand_give_no_nan(gpu, family, head_dim, causal, dtype
 
 
 @pytest.mark.parametrize(("family", "head_dim", "causal"), EACH_WAY)
-def test_keys_past_the_last_one_count_for_nothing_where_all_logits_are_far_below_zero(
+def test_keys_past_the_last_one_count_for_nothing_where_all_logits_are_far_below_zero(  # case B07
     gpu, family, head_dim, causal
 ):
     problem = of(200, 300, causal, head_dim=head_dim)
@@ -194,7 +196,7 @@ def test_rows_of_a_long_sequence_are_right(gpu, family, head_dim, causal):
 
 
 @pytest.mark.parametrize("family", [SPLIT, SINGLE], ids=lambda each: each.name)
-def test_more_than_65535_heads(gpu, family):
+def test_more_than_65535_heads(gpu, family):  # case B14
     problem = of(16, 16, batch=8200, num_heads=8, num_kv_heads=8, head_dim=64)
     inputs = make_inputs(replace(problem, batch=1), device="cuda")
     many = {
@@ -210,7 +212,7 @@ def test_more_than_65535_heads(gpu, family):
 
 
 @pytest.mark.parametrize("family", [SPLIT, SINGLE], ids=lambda each: each.name)
-def test_the_worker_checks_times_and_checks_again_at_the_real_size(gpu, family):
+def test_the_worker_checks_times_and_checks_again_at_the_real_size(gpu, family):  # case B27
     problem = of(1024, 1024)
     device, config = CudaDevice(), family.default(problem, gpu)
     assert device.check(problem, config, 0).correct

@@ -90,7 +90,9 @@ def bits_differ(one, other) -> bool:
         ),
     ],
 )
-def test_candidates_are_right_at_edges_and_repeat_their_bits(gpu, kind, dtype, head_dim):
+def test_candidates_are_right_at_edges_and_repeat_their_bits(  # case B18, case B44
+    gpu, kind, dtype, head_dim
+):
     fields = {**KINDS[kind], "dtype": dtype, "head_dim": head_dim}
     problems = [of(385, 385, **fields), of(77, 300, **fields), of(300, 77, **fields)]
     problems = problems[:1] if problems[0].varlen else problems
@@ -166,7 +168,7 @@ def test_what_one_packed_sequence_holds_changes_no_bit_of_another(gpu):
             assert one[span].isfinite().all(), f"{family.name}: {name}"
 
 
-def test_many_short_sequences_of_more_tiles_than_65535(gpu):
+def test_many_short_sequences_of_more_tiles_than_65535(gpu):  # case B14
     batch = 70_000
     problem = of(1, 1, layout="thd", batch=batch, num_heads=2, num_kv_heads=1, head_dim=64)
     inputs = make_inputs(problem, device="cuda")

@@ -91,7 +91,7 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     ],
     ids=str,
 )
-def test_candidates_are_right_and_repeat_their_bits(
+def test_candidates_are_right_and_repeat_their_bits(  # case B23, case B24
     changed: dict[str, int | str], gpu: gpus.Gpu
 ) -> None:
     p = problem(len(LENGTHS), **changed)
@@ -132,7 +132,7 @@ def test_bytes_widened_by_instructions_are_those_widened_by_hand(
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
-def test_scales_other_than_one_count_as_numbers_and_as_tensors(
+def test_scales_other_than_one_count_as_numbers_and_as_tensors(  # case S03
     kv_dtype: str, gpu: gpus.Gpu
 ) -> None:
     p = problem(len(LENGTHS), kv_dtype=kv_dtype)
@@ -149,7 +149,7 @@ def test_scales_other_than_one_count_as_numbers_and_as_tensors(
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 8, 16, 32])
-def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(
+def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(  # case B19
     splits: int, gpu: gpus.Gpu
 ) -> None:
     p = problem(len(LENGTHS))
@@ -162,7 +162,9 @@ def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(
         assert verdict.correct, verdict.reason
 
 
-def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are(gpu: gpus.Gpu) -> None:
+def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are(  # case B05
+    gpu: gpus.Gpu,
+) -> None:
     p = problem(1, num_kv_heads=8, seqlen_k=40)
     few = make_inputs(p, device="cuda", poison=False)
     cache = torch.empty(131_080, 16, 8, 128, dtype=torch.bfloat16, device="cuda")  # 4.3 GB
@@ -175,7 +177,7 @@ def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are(gpu: gpus.
         assert same_bits(near, far)
 
 
-def test_more_sequences_than_a_grid_axis_holds_are_all_right(gpu: gpus.Gpu) -> None:
+def test_more_sequences_than_a_grid_axis_holds_are_all_right(gpu: gpus.Gpu) -> None:  # case B14
     batch = 65_537
     p = problem(batch, num_kv_heads=1, head_dim=64, seqlen_k=1)
     one = make_inputs(replace(p, batch=1), device="cuda")
@@ -195,7 +197,7 @@ def test_more_sequences_than_a_grid_axis_holds_are_all_right(gpu: gpus.Gpu) -> N
 
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
-def test_dead_slots_change_no_bit(page_size: int, fill: float, gpu: gpus.Gpu) -> None:
+def test_dead_slots_change_no_bit(page_size: int, fill: float, gpu: gpus.Gpu) -> None:  # case B04
     p = problem(4, num_kv_heads=8, head_dim=64, seqlen_k=128, page_size=page_size)
     poisoned = make_inputs(p, device="cuda", lengths=[32, 64, 96, 48])
     clean, filled = (
@@ -207,20 +209,27 @@ def test_dead_slots_change_no_bit(page_size: int, fill: float, gpu: gpus.Gpu) ->
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_dead_table_entries_change_no_bit(index_dtype: torch.dtype, gpu: gpus.Gpu) -> None:
+def test_dead_table_entries_change_no_bit(  # case B13
+    index_dtype: torch.dtype, gpu: gpus.Gpu
+) -> None:
     p = problem(3, seqlen_k=257, page_size=64)
     inputs = make_inputs(p, device="cuda", lengths=[257, 64, 1])
     table = inputs.block_table
     assert table is not None
+    no_number = torch.full_like(inputs.k[:1], float("nan"))
+    k, v = (torch.cat([cache, no_number]) for cache in (inputs.k, inputs.v))
+    inputs = replace(inputs, k=k, v=v)
     for config in schedules(p, gpu):
         config = Config.of(config.family, {**config.as_dict(), "BLOCK_N": 128, "num_stages": 2})
         plain = run(inputs, config, gpu=gpu)
-        for entry in (-1, POISON_PAGE - 1):
+        for entry in (-1, POISON_PAGE - 1, len(k) - 1):
             filled = table.where(table != POISON_PAGE, entry).to(index_dtype)
             assert same_bits(run(replace(inputs, block_table=filled), config, gpu=gpu), plain)
 
 
-def test_a_captured_graph_follows_lengths_and_tables_that_change_in_place(gpu: gpus.Gpu) -> None:
+def test_a_captured_graph_follows_lengths_and_tables_that_change_in_place(  # case B21
+    gpu: gpus.Gpu,
+) -> None:
     p = problem(4)
     before = make_inputs(p, device="cuda", lengths=[4096, 100, 0, 3000])
     after = make_inputs(p, device="cuda", lengths=[1, 4096, 700, 0], seed=1)

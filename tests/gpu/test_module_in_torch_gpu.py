@@ -67,7 +67,7 @@ def test_inductor_compiles_a_layer_to_one_graph_with_the_same_bits(module, mode)
             assert torch.equal(call[1], copies[1]) and torch.equal(call[2], copies[2])
 
 
-def test_checking_names_a_bad_page_inside_the_used_range(module):
+def test_checking_names_a_bad_page_inside_the_used_range(module):  # case B13
     call = decode_call()
     q, k, v, lengths, table = call
     lengths.fill_(33)

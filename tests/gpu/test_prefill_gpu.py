@@ -41,7 +41,9 @@ def binaries(problem: Problem, gpu: Gpu) -> list[Config]:
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 256])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_every_candidate_is_right_at_every_edge_and_repeats_its_bits(gpu, dtype, causal, head_dim):
+def test_every_candidate_is_right_at_every_edge_and_repeats_its_bits(  # case B06, case B40
+    gpu, dtype, causal, head_dim
+):
     configs = binaries(of(1000, 1000, causal, dtype=dtype, head_dim=head_dim), gpu)
     problems = [of(*lengths, causal, dtype=dtype, head_dim=head_dim) for lengths in EDGES]
     compile_ahead(dict.fromkeys(configs, problems), gpu)
@@ -85,7 +87,7 @@ def test_keys_of_one_sequence_for_a_whole_batch(gpu):
     assert verdict.correct, verdict.reason
 
 
-def test_more_than_65535_heads_and_a_result_of_more_than_2_to_the_31_elements(gpu):
+def test_more_than_65535_heads_and_a_result_of_more_than_2_to_the_31_elements(gpu):  # case B14
     problem = of(16, 16, True, batch=10923, num_heads=6, num_kv_heads=6, head_dim=64)
     assert problem.batch * problem.num_heads > 65535
     inputs = make_inputs(problem, device="cuda")

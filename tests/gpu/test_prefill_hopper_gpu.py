@@ -152,7 +152,9 @@ def of(seqlen_q: int, seqlen_k: int, causal: bool, **changes) -> Problem:
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_every_way_is_right_at_every_edge_for_scores_of_any_spread(gpu, causal, head_dim):
+def test_every_way_is_right_at_every_edge_for_scores_of_any_spread(  # case B06, case B40
+    gpu, causal, head_dim
+):
     problems = [of(*lengths, causal, head_dim=head_dim) for lengths in EDGES]
     prepared(problems, gpu)
     failures = []
@@ -248,7 +250,7 @@ def test_keys_of_one_sequence_for_a_whole_batch(gpu):
     assert verdict.correct, verdict.reason
 
 
-def test_more_than_65535_heads_and_a_result_of_more_than_2_to_the_31_elements(gpu):
+def test_more_than_65535_heads_and_a_result_of_more_than_2_to_the_31_elements(gpu):  # case B14
     problem = of(16, 16, True, batch=10923, num_heads=6, num_kv_heads=6, head_dim=64)
     assert problem.batch * problem.num_heads > 65535
     inputs = make_inputs(problem, device="cuda")
@@ -272,7 +274,7 @@ def test_more_than_65535_heads_and_a_result_of_more_than_2_to_the_31_elements(gp
 # may be; and as far above. The products are exact, so that only the maximum is on trial.
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize(("seqlen_k", "size"), [(3, 544.0), (300, 1264.0)])
-def test_logits_of_any_size(gpu, seqlen_k, size, sign):
+def test_logits_of_any_size(gpu, seqlen_k, size, sign):  # case B38
     problem = of(130, seqlen_k, True, num_heads=8, num_kv_heads=1)
     prepared([problem], gpu)
     inputs = make_inputs(problem, device="cuda")
@@ -281,7 +283,7 @@ def test_logits_of_any_size(gpu, seqlen_k, size, sign):
     assert failures_of(inputs, ways_of(problem, gpu), gpu) == []
 
 
-def test_with_keys_of_zero_lse_counts_the_keys_that_are_seen(gpu):
+def test_with_keys_of_zero_lse_counts_the_keys_that_are_seen(gpu):  # case B50
     for seqlen_q, seqlen_k in ((300, 300), (77, 300), (300, 77)):
         problem = of(seqlen_q, seqlen_k, True)
         inputs = make_inputs(problem, device="cuda")

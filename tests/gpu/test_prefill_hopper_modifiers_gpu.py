@@ -85,7 +85,9 @@ def windowed(seqlen_q: int, seqlen_k: int, sides: tuple[int, int], **changes) ->
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_both_edges_of_a_window_are_right_wherever_they_meet_a_block(gpu, head_dim):
+def test_both_edges_of_a_window_are_right_wherever_they_meet_a_block(  # case B22, case B42
+    gpu, head_dim
+):
     """Counted too: with keys of zero `lse` is the logarithm of how many a query sees."""
     problems = [
         windowed(*lengths, sides, head_dim=head_dim)
@@ -118,7 +120,7 @@ def seen_keys(problem: Problem) -> torch.Tensor:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window_left", [-1, 70])
-def test_a_softcap_is_right_near_it_and_far_beyond(gpu, head_dim, window_left):
+def test_a_softcap_is_right_near_it_and_far_beyond(gpu, head_dim, window_left):  # case B44
     on = {"head_dim": head_dim, "softcap": True, "window_left": window_left}
     problems = [of(*lengths, True, **on) for lengths in LENGTHS[:3]]
     prepared(problems, gpu)
@@ -145,7 +147,9 @@ def test_a_rows_bits_do_not_depend_on_whether_its_neighbours_are_near_their_soft
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window_left", [-1, 70])
-def test_sinks_of_any_size_count_once_and_stand_for_rows_without_keys(gpu, head_dim, window_left):
+def test_sinks_of_any_size_count_once_and_stand_for_rows_without_keys(  # case B29
+    gpu, head_dim, window_left
+):
     problems = [
         of(*lengths, True, head_dim=head_dim, sinks=True, window_left=window_left)
         for lengths in (*LENGTHS, (5, 0))

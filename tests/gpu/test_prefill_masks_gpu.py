@@ -55,7 +55,9 @@ def of(seqlen_q: int, seqlen_k: int, **changes) -> Problem:
         *((kind, "fp32", 40) for kind in ("causal blocks and rule", "prefix")),
     ],
 )
-def test_candidates_are_right_at_every_edge_and_repeat_their_bits(gpu, kind, dtype, head_dim):
+def test_candidates_are_right_at_every_edge_and_repeat_their_bits(  # case B31
+    gpu, kind, dtype, head_dim
+):
     changes = {"dtype": dtype, "head_dim": head_dim, **ON[kind]}
     configs = varied(FAMILY, of(1000, 1000, **changes), gpu)
     problems = [of(*lengths, **changes) for lengths in EDGES]

@@ -41,7 +41,9 @@ def of(seqlen_q: int, seqlen_k: int, **changes) -> Problem:
 
 @pytest.mark.parametrize("on", ON.values(), ids=ON)
 @pytest.mark.parametrize(("dtype", "head_dim"), [("bf16", 128), ("fp16", 64), ("fp32", 40)])
-def test_every_candidate_is_right_at_every_edge_and_repeats_its_bits(gpu, dtype, head_dim, on):
+def test_every_candidate_is_right_at_every_edge_and_repeats_its_bits(  # case B22, B29, B44, B45
+    gpu, dtype, head_dim, on
+):
     changes = {"dtype": dtype, "head_dim": head_dim, **on}
     candidates = [c for c, reason in space(FAMILY, of(1000, 1000, **changes), gpu) if not reason]
     configs = list({FAMILY.binary(config): config for config in candidates}.values())

@@ -38,7 +38,9 @@ def of(batch: int, seqlen_q: int, seqlen_k: int, **changes) -> Problem:
 
 @pytest.mark.parametrize("on", ON.values(), ids=ON)
 @pytest.mark.parametrize(("dtype", "head_dim"), [("bf16", 128), ("fp16", 40), ("fp32", 64)])
-def test_every_candidate_is_right_and_keeps_sequences_apart(gpu, dtype, head_dim, on):
+def test_every_candidate_is_right_and_keeps_sequences_apart(  # case B06, case B18
+    gpu, dtype, head_dim, on
+):
     changes = {"dtype": dtype, "head_dim": head_dim, **on}
     long = of(4, 4096, 4096, **changes)
     candidates = [config for config, reason in space(FAMILY, long, gpu) if not reason]
@@ -62,7 +64,7 @@ def test_every_candidate_is_right_and_keeps_sequences_apart(gpu, dtype, head_dim
     assert not failures, "\n".join(failures)
 
 
-def test_more_sequences_than_an_axis_of_a_grid_holds_are_right(gpu):
+def test_more_sequences_than_an_axis_of_a_grid_holds_are_right(gpu):  # case B14
     """Of one token each: every query sees its own key alone."""
     problem = of(65_600, 1, 1, num_kv_heads=6, lengths="equal")
     inputs = make_inputs(problem, device="cuda")

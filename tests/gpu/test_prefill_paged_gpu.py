@@ -54,11 +54,15 @@ EVERYTHING = {"window_left": 100, "softcap": True, "alibi": True, "sinks": True}
         {"page_size": 64, "layout": "thd", "head_dim": 64},
         {"layout": "thd", "dtype": "fp16", "head_dim": 40, "kv_layout": "hnd", **EVERYTHING},
         {"page_size": 48, "dtype": "fp32", "head_dim": 64, "sinks": True},
+        {"page_size": 3, "kv_layout": "hnd"},
+        {"page_size": 480, "layout": "thd"},
         {"page_size": 64, "head_dim": 192, "head_dim_v": 128},
     ],
     ids=str,
 )
-def test_candidates_are_right_and_dead_memory_changes_no_bit(gpu, changes):
+def test_candidates_are_right_and_dead_memory_changes_no_bit(  # case B04, case B13, case B24
+    gpu, changes
+):
     configs = varied(FAMILY, of(4, 2048, 16384, **changes), gpu)
     inputs = chunks(**changes)
     compile_ahead({config: [inputs.problem] for config in configs}, gpu)
@@ -78,7 +82,20 @@ def test_candidates_are_right_and_dead_memory_changes_no_bit(gpu, changes):
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_pages_beyond_32_bits_are_read_where_they_are(gpu, page_size):
+def test_k_and_v_of_a_page_may_lie_side_by_side(gpu, page_size):  # case B25
+    """And the table may be columns of a wider one, the lengths every other number of a tensor."""
+    inputs = chunks(page_size=page_size)
+    k, v = torch.stack([inputs.k, inputs.v], dim=1).unbind(1)
+    table = torch.nn.functional.pad(inputs.block_table, (2, 3), value=2**30)[:, 2:-3]
+    lengths = torch.stack([inputs.cache_seqlens] * 2, dim=1)[:, 0]
+    views = replace(inputs, k=k, v=v, block_table=table, cache_seqlens=lengths)
+    config = FAMILY.default(inputs.problem, gpu)
+    expected = run(inputs, config, gpu=gpu)
+    assert all(map(torch.equal, expected, run(views, config, gpu=gpu)))
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages_beyond_32_bits_are_read_where_they_are(gpu, page_size):  # case B05
     """By pointers and, where a tile lies in one page, by descriptors."""
     problem = of(2, 77, 641, num_heads=16, num_kv_heads=8, page_size=page_size)
     near = make_inputs(problem, device="cuda", lengths=[641, 100])
@@ -119,7 +136,9 @@ def module(tmp_path_factory):
 @pytest.mark.parametrize(
     "changes", [{"kv_layout": "hnd"}, {"layout": "thd", "page_size": 64}, EVERYTHING], ids=str
 )
-def test_a_captured_call_follows_lengths_and_table_and_so_do_calls_that_repeat(module, changes):
+def test_a_captured_call_follows_lengths_and_table_and_so_do_calls_that_repeat(  # case B21
+    module, changes
+):
     inputs = chunks(**changes)
     p = inputs.problem
     given = {**inputs.modifiers.of_prefill, "causal": p.causal, "layout": p.layout}

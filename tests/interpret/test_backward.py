@@ -123,14 +123,14 @@ def test_rows_without_a_visible_key_have_no_gradient(
     [(71, 1, config()), (15, 5, config()), (15, 5, single())],
     ids=["71 of 1", "15 of 5", "15 of 5, single"],
 )
-def test_dk_and_dv_are_summed_over_the_query_heads_of_their_group(
+def test_dk_and_dv_are_summed_over_the_query_heads_of_their_group(  # case B23, case B46
     num_heads: int, num_kv_heads: int, way: Config
 ) -> None:
     assert_right(make_inputs(problem(9, 20, num_heads=num_heads, num_kv_heads=num_kv_heads)), way)
 
 
 @pytest.mark.parametrize("head_dim", [40, 80, 256])
-def test_head_dims_are_right_and_their_neighbours_in_wider_rows_are_not_read(
+def test_head_dims_are_right_and_their_neighbours_in_wider_rows_are_not_read(  # case B40
     head_dim: int,
 ) -> None:
     inputs = make_inputs(problem(33, 70, head_dim=head_dim), wide_rows=8)
@@ -170,13 +170,13 @@ def run_of(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_logits_far_from_zero_keep_their_weights(causal: bool) -> None:
+def test_logits_far_from_zero_keep_their_weights(causal: bool) -> None:  # case B38
     inputs = make_inputs(problem(37, 37, head_dim=64, dtype="bf16", causal=causal), scale=40.0)
     gradients = assert_right(inputs, config())
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_keys_past_the_end_do_not_count_where_all_scores_are_far_below_zero() -> None:
+def test_keys_past_the_end_do_not_count_where_all_scores_are_far_below_zero() -> None:  # case B07
     """A key of zeros has the score 0, whose exponential beside theirs is infinite."""
     inputs = make_inputs(problem(37, 37, dtype="bf16", causal=False))
     inputs.q[..., 0], inputs.k[..., 0] = 200, -200
@@ -188,7 +188,7 @@ def test_keys_past_the_end_do_not_count_where_all_scores_are_far_below_zero() ->
 
 
 @pytest.mark.parametrize("load", ["pointer", "descriptor"])
-def test_each_launch_of_a_single_pass_begins_with_sums_of_zero(load: str) -> None:
+def test_each_launch_of_a_single_pass_begins_with_sums_of_zero(load: str) -> None:  # case B27
     """As the calls of a graph, which are planned once, and as the first one after tuning."""
     inputs = make_inputs(problem(40, 70))
     module = load_single(inputs)
@@ -205,7 +205,7 @@ def load_single(inputs: Inputs) -> Any:
     return load(render(family_of("backward_single").variant(inputs.problem)))
 
 
-def test_more_than_65535_heads_are_one_dimension_of_every_grid() -> None:
+def test_more_than_65535_heads_are_one_dimension_of_every_grid() -> None:  # case B14
     p = problem(130, 130, batch=40_000)
     inputs = make_inputs(p, device="meta")
     module = load(render(FAMILY.variant(p)))

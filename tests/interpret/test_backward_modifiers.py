@@ -74,7 +74,7 @@ def packed(*lengths: tuple[int, int], **fields: Any) -> Inputs:
     ],
     ids=["window, bias", "all but bias", "softcap, bias", "full, alibi, sinks"],
 )
-def test_modifiers_that_meet_are_right(fields: dict[str, Any], way: Config) -> None:
+def test_modifiers_that_meet_are_right(fields: dict[str, Any], way: Config) -> None:  # case B44
     """Rows without a visible key, whole tiles and parts of tiles, several sequences."""
     p = replace(problem(70, 40, batch=2), **fields)
     assert_right(make_inputs(p, wide_rows=1), way)
@@ -96,7 +96,7 @@ def test_a_modifier_changes_the_gradients(modifier: str) -> None:
     assert not GradientBudget(plain).judge(run(other, config())[0]).correct
 
 
-def test_scores_far_beyond_a_softcap_have_no_slope() -> None:
+def test_scores_far_beyond_a_softcap_have_no_slope() -> None:  # case B44
     inputs = changed(make_inputs(problem(40, 70, softcap=True, dtype="bf16"), scale=40.0))
     for way in WAYS:
         gradients, _ = assert_right(inputs, way)
@@ -174,7 +174,7 @@ def test_gradients_that_nobody_asks_for_are_not_computed() -> None:
     ],
     ids=["causal", "full", "everything"],
 )
-def test_packed_sequences_are_right(fields: dict[str, Any], way: Config) -> None:
+def test_packed_sequences_are_right(fields: dict[str, Any], way: Config) -> None:  # case B18
     inputs = packed(*SOME, **fields)
     assert_right(inputs, way)
     if not fields:  # the load of the other way

@@ -87,8 +87,8 @@ def test_a_right_candidate_passes_with_its_errors_known(problem):
     assert verdict.correct and verdict.max_ratio <= 2 and verdict.rms_ratio <= 2
 
 
-@pytest.mark.parametrize("change", [drop_last_key, forget_last_partial_tile])  # case B28
-def test_a_candidate_that_is_wrong_at_the_end_of_the_keys_is_rejected(change):
+@pytest.mark.parametrize("change", [drop_last_key, forget_last_partial_tile])
+def test_a_candidate_that_is_wrong_at_the_end_of_the_keys_is_rejected(change):  # case B28
     with pytest.raises(Failure, match="out is off") as failure:
         check(Planted(change))
     assert failure.value.status == "correctness"

@@ -43,7 +43,7 @@ def test_both_cache_layouts_match_the_reference(
 @each_choice
 @pytest.mark.parametrize("fill", [NAN, float("inf")])
 @pytest.mark.parametrize("page_size", [0, 64])
-def test_dead_slots_change_no_bit(config: Config, fill: float, page_size: int) -> None:
+def test_dead_slots_change_no_bit(config: Config, fill: float, page_size: int) -> None:  # case B04
     p = problem(4, 2, 2, seqlen_k=128, page_size=page_size)
     poisoned = make_inputs(p, lengths=[32, 64, 96, 48])
     clean, filled = (
@@ -59,7 +59,9 @@ def test_dead_slots_change_no_bit(config: Config, fill: float, page_size: int) -
 
 @every_config
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_dead_table_entries_change_no_bit(config: Config, index_dtype: torch.dtype) -> None:
+def test_dead_table_entries_change_no_bit(  # case B13
+    config: Config, index_dtype: torch.dtype
+) -> None:
     p = problem(3, seqlen_k=257, page_size=64)
     inputs = make_inputs(p, lengths=[257, 64, 1])
     assert inputs.block_table is not None and inputs.block_table.shape == (3, 5)
@@ -79,7 +81,7 @@ def test_dead_table_entries_change_no_bit(config: Config, index_dtype: torch.dty
 
 @every_config
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_a_sequence_without_keys_is_zero_and_its_lse_minus_infinity(
+def test_a_sequence_without_keys_is_zero_and_its_lse_minus_infinity(  # case B06
     config: Config, page_size: int
 ) -> None:
     p = problem(3, head_dim=64, page_size=page_size)
@@ -91,7 +93,7 @@ def test_a_sequence_without_keys_is_zero_and_its_lse_minus_infinity(
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 8, 16, 32])
 @each_choice
-def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(
+def test_any_number_of_splits_is_right_with_fewer_tiles_than_splits(  # case B19
     config: Config, splits: int
 ) -> None:
     p = problem(7, 2, seqlen_k=520, page_size=16)
@@ -114,7 +116,7 @@ def test_out_is_the_same_without_lse(config: Config) -> None:
 
 @each_choice
 @pytest.mark.parametrize("heads", [(28, 4), (6, 1), (15, 5), (9, 3), (71, 1)])
-def test_any_group_size_is_right_and_heads_do_not_mix(
+def test_any_group_size_is_right_and_heads_do_not_mix(  # case B23
     config: Config, heads: tuple[int, int]
 ) -> None:
     p = problem(2, *heads, seqlen_k=150, page_size=16)
@@ -141,7 +143,7 @@ def test_a_group_too_wide_for_one_tile_takes_several(config: Config) -> None:
 
 @pytest.mark.parametrize(("schedule", "block_n"), [("split", 16), ("split", 64), ("group", 16)])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 48, 480])
-def test_any_page_size_gives_the_bits_of_the_contiguous_cache(
+def test_any_page_size_gives_the_bits_of_the_contiguous_cache(  # case B24
     page_size: int, block_n: int, schedule: str
 ) -> None:
     lengths = [1, 47, 48, 49, 96, 500]
@@ -158,7 +160,7 @@ def test_any_page_size_gives_the_bits_of_the_contiguous_cache(
 @each_choice
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("place", [0, 1, 3], ids=["first", "after the pages", "after the heads"])
-def test_k_and_v_of_one_tensor_are_read_where_they_are(
+def test_k_and_v_of_one_tensor_are_read_where_they_are(  # case B25
     config: Config, place: int, page_size: int
 ) -> None:
     """(2, pages, ...), (pages, 2, ...) or (..., heads, 2, head_dim): K and V by strides alone."""
@@ -170,7 +172,9 @@ def test_k_and_v_of_one_tensor_are_read_where_they_are(
 
 
 @each_choice
-def test_k_and_v_of_different_strides_give_the_bits_of_equal_ones(config: Config) -> None:
+def test_k_and_v_of_different_strides_give_the_bits_of_equal_ones(  # case B25
+    config: Config,
+) -> None:
     inputs = make_inputs(problem(2, 4, 2, seqlen_k=60, page_size=16), lengths=[60, 21])
     plain = decode(inputs, config)
     heads_first = inputs.v.transpose(1, 2).contiguous().transpose(1, 2)  # hnd, seen as nhd
@@ -182,7 +186,7 @@ def test_k_and_v_of_different_strides_give_the_bits_of_equal_ones(config: Config
 @every_config
 @pytest.mark.parametrize("lengths_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("table_dtype", [torch.int32, torch.int64])
-def test_lengths_and_tables_of_either_type_and_any_strides_give_the_same_bits(
+def test_lengths_and_tables_of_either_type_and_any_strides_give_the_same_bits(  # case B25
     config: Config, table_dtype: torch.dtype, lengths_dtype: torch.dtype
 ) -> None:
     inputs = make_inputs(problem(2, 4, 2, seqlen_k=60, page_size=16), lengths=[60, 21])
@@ -210,7 +214,9 @@ def test_strided_queries_and_outputs_give_the_bits_of_contiguous_ones(config: Co
 
 
 @each_choice
-def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are(config: Config) -> None:
+def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are(  # case B05
+    config: Config,
+) -> None:
     p = problem(1, 8, 8, head_dim=128, seqlen_k=40, page_size=16)
     near = make_inputs(p, poison=False)
     assert near.block_table is not None
@@ -234,7 +240,7 @@ def test_one_cache_expanded_over_the_batch_is_read_where_it_is(config: Config) -
 
 @each_choice
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_scores_far_from_zero_keep_their_softmax(config: Config, sign: float) -> None:
+def test_scores_far_from_zero_keep_their_softmax(config: Config, sign: float) -> None:  # case B38
     p = problem(2, 8, 1, head_dim=128, seqlen_k=37, dtype="bf16", page_size=16)
     inputs = make_inputs(p, lengths=[37, 36], poison=False)
     inputs.q[..., 0], inputs.k[..., 0] = 448.0, 544.0 * sign
@@ -242,7 +248,7 @@ def test_scores_far_from_zero_keep_their_softmax(config: Config, sign: float) ->
 
 
 @each_choice
-def test_scores_beyond_the_range_of_fp16_are_summed_in_fp32(config: Config) -> None:
+def test_scores_beyond_the_range_of_fp16_are_summed_in_fp32(config: Config) -> None:  # case B38
     p = problem(1, 4, 1, head_dim=128, seqlen_k=37)
     inputs = make_inputs(p, poison=False)
     inputs.q.add_(200.0), inputs.k.add_(200.0)
@@ -259,7 +265,7 @@ def test_sums_over_many_tiles_stay_in_fp32(config: Config) -> None:
 
 @each_choice
 @pytest.mark.parametrize("head_dim", [16, 40, 72, 80, 96, 160, 192, 256])
-def test_any_head_dim_is_right_and_its_neighbours_are_not_read(
+def test_any_head_dim_is_right_and_its_neighbours_are_not_read(  # case B40
     config: Config, head_dim: int
 ) -> None:
     p = problem(2, 2, 1, head_dim, seqlen_k=40, page_size=16)
@@ -270,7 +276,7 @@ def test_any_head_dim_is_right_and_its_neighbours_are_not_read(
 
 @each_choice
 @pytest.mark.parametrize(("page_size", "splits"), [(0, 8), (16, 1), (16, 8)])
-def test_zero_keys_make_lse_the_log_of_their_number(
+def test_zero_keys_make_lse_the_log_of_their_number(  # case B50
     config: Config, page_size: int, splits: int
 ) -> None:
     p = problem(4, head_dim=16, seqlen_k=300, dtype="fp32", page_size=page_size)
@@ -284,7 +290,7 @@ def test_zero_keys_make_lse_the_log_of_their_number(
 
 
 @each_choice
-def test_two_halves_merged_by_lse_are_the_whole(config: Config) -> None:
+def test_two_halves_merged_by_lse_are_the_whole(config: Config) -> None:  # case B50
     p = problem(1, seqlen_k=90, dtype="fp32")
     inputs = make_inputs(p)
     parts = [

@@ -39,7 +39,7 @@ def test_ragged_pages_match_the_reference(config: Config, dtype: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 16])
 @each_schedule
-def test_any_number_of_parts_is_merged(config: Config, splits: int) -> None:
+def test_any_number_of_parts_is_merged(config: Config, splits: int) -> None:  # case B19
     p = problem(7, 2, seqlen_k=520, page_size=16)
     inputs = make_inputs(p, lengths=[0, 1, 2, 5, 64, 65, 520])
     check(inputs, Config.of("decode_last", {**config.as_dict(), "BLOCK_N": 16}), splits)

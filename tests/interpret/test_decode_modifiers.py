@@ -96,7 +96,9 @@ def test_a_modifier_changes_the_result(modifier: str) -> None:
 
 @each_choice
 @pytest.mark.parametrize("left", [0, 1, 31, 32, 33, 500])
-def test_the_left_edge_of_a_window_is_inclusive(config: Config, left: int) -> None:
+def test_the_left_edge_of_a_window_is_inclusive(  # case B22, case B42
+    config: Config, left: int
+) -> None:
     lengths = [100, 1, 32, 65]
     for seqlen_q in (1, 3):
         p = problem(4, seqlen_q=seqlen_q, dtype="fp32", window_left=left)
@@ -162,14 +164,14 @@ def test_paged_and_contiguous_windows_give_the_same_bits() -> None:
 @each_choice
 @pytest.mark.parametrize("softcap", [0.01, 30.0])
 @pytest.mark.parametrize("softmax_scale", [0.0, 3.0, 1000.0])
-def test_scores_are_scaled_before_they_are_capped(
+def test_scores_are_scaled_before_they_are_capped(  # case B44
     config: Config, softcap: float, softmax_scale: float
 ) -> None:
     inputs = replace(make_inputs(problem(1, softcap=True), lengths=[70]), softcap=softcap)
     check(inputs, config, softmax_scale=softmax_scale)
 
 
-def test_what_a_window_hides_is_hidden_whatever_the_cap() -> None:
+def test_what_a_window_hides_is_hidden_whatever_the_cap() -> None:  # case B44
     """Capped after the mask, a hidden key would count exp(-softcap)."""
     p = problem(1, seqlen_q=3, dtype="fp32", window_left=9, softcap=True)
     inputs = make_inputs(p, lengths=[70])
@@ -178,7 +180,7 @@ def test_what_a_window_hides_is_hidden_whatever_the_cap() -> None:
 
 
 @each_choice
-def test_alibi_counts_from_the_position_of_each_query(config: Config) -> None:
+def test_alibi_counts_from_the_position_of_each_query(config: Config) -> None:  # case B45
     """With K = 0 a key of distance d weighs exp(-slope * d)."""
     for seqlen_q in (1, 3):
         p = problem(2, seqlen_q=seqlen_q, dtype="fp32", alibi=True)
@@ -193,7 +195,7 @@ def test_alibi_counts_from_the_position_of_each_query(config: Config) -> None:
 
 
 @every_end
-def test_slopes_may_be_those_of_heads_alone_or_any_view(config: Config) -> None:
+def test_slopes_may_be_those_of_heads_alone_or_any_view(config: Config) -> None:  # case B45
     inputs = make_inputs(problem(3, 4, 2, seqlen_q=2, alibi=True), lengths=[70, 33, 5])
     assert inputs.alibi_slopes is not None
     slopes = inputs.alibi_slopes
@@ -204,7 +206,9 @@ def test_slopes_may_be_those_of_heads_alone_or_any_view(config: Config) -> None:
 
 @every_end
 @pytest.mark.parametrize("splits", [1, 2, 4])
-def test_a_sink_counts_once_however_many_parts_there_are(config: Config, splits: int) -> None:
+def test_a_sink_counts_once_however_many_parts_there_are(  # case B29
+    config: Config, splits: int
+) -> None:
     plain = make_inputs(problem(2, seqlen_q=2, dtype="fp32"), lengths=[100, 33])
     on = replace(plain.problem, sinks=True)
     sinks = torch.tensor([1.5, -2.0, 40.0])

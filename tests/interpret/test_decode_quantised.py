@@ -99,7 +99,7 @@ def test_dead_slots_scales_and_table_entries_change_no_bit(config: Config, kv_sc
 
 
 @each_scale
-def test_a_number_and_a_tensor_of_it_give_the_same_bits(kv_scales: str) -> None:
+def test_a_number_and_a_tensor_of_it_give_the_same_bits(kv_scales: str) -> None:  # case S03
     inputs = make_inputs(quantised(2, 4, 2, kv_scales="tensor"), lengths=[100, 40])
     numbers = replace(inputs, k_scale=0.25, v_scale=0.5)
     shapes = {"tensor": (1, 1), "head": (1, 2), "token": inputs.k.shape[:-1]}
@@ -116,7 +116,7 @@ def test_a_number_and_a_tensor_of_it_give_the_same_bits(kv_scales: str) -> None:
 
 
 @each_schedule
-def test_each_sequence_and_head_has_the_scale_given_for_it(config: Config) -> None:
+def test_each_sequence_and_head_has_the_scale_given_for_it(config: Config) -> None:  # case S03
     p = quantised(3, 4, 2, page_size=16)
     inputs = make_inputs(p, lengths=[100, 40, 33])
     scales = (torch.rand(3, 2) / 100 for _ in range(2))

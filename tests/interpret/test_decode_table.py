@@ -27,7 +27,7 @@ for schedule in ("split", "group"):
 """
 
 
-def test_a_table_is_not_read_past_its_last_entry() -> None:
+def test_a_table_is_not_read_past_its_last_entry() -> None:  # case B13
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", AT_THE_END_OF_MEMORY, here]
     done = subprocess.run(command, capture_output=True, text=True)

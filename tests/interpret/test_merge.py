@@ -76,7 +76,7 @@ def split(inputs: Inputs, at: int) -> list[Inputs]:
     ]
 
 
-def test_two_parts_of_the_keys_merged_are_the_whole(module: ModuleType) -> None:
+def test_two_parts_of_the_keys_merged_are_the_whole(module: ModuleType) -> None:  # case B50
     problem = Problem("prefill", "fp32", 2, 4, 2, 32, 40, 90, causal=False)
     inputs = make_inputs(problem)
     parts = [module.prefill(each.q, each.k, each.v, return_lse=True) for each in split(inputs, 60)]

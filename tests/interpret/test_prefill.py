@@ -109,7 +109,9 @@ def test_causal_rows_count_the_keys_up_to_their_own_position(
 
 
 @pytest.mark.parametrize("kind", LOADS)
-def test_rows_without_a_visible_key_are_zero_and_their_lse_minus_infinity(kind: str) -> None:
+def test_rows_without_a_visible_key_are_zero_and_their_lse_minus_infinity(  # case B06
+    kind: str,
+) -> None:
     inputs = make_inputs(problem(130, 3, dtype="bf16", num_heads=4, head_dim=64))
     out, lse = run(inputs, config(LOAD=kind))
     assert lse is not None
@@ -127,7 +129,7 @@ def test_no_keys_at_all_give_zero_and_minus_infinity(causal: bool, kind: str) ->
 
 
 @pytest.mark.parametrize("heads", [(28, 4), (6, 1), (15, 5), (71, 1)], ids=str)
-def test_each_query_head_reads_the_kv_head_of_its_group_and_its_own_query(
+def test_each_query_head_reads_the_kv_head_of_its_group_and_its_own_query(  # case B23
     heads: tuple[int, int],
 ) -> None:
     num_heads, num_kv_heads = heads
@@ -145,7 +147,7 @@ def test_each_query_head_reads_the_kv_head_of_its_group_and_its_own_query(
 
 @pytest.mark.parametrize("kind", LOADS)
 @pytest.mark.parametrize("head_dim", [16, 40, 72, 80, 96, 160, 192, 256])
-def test_head_dims_are_right_and_their_neighbours_in_wider_rows_are_not_read(
+def test_head_dims_are_right_and_their_neighbours_in_wider_rows_are_not_read(  # case B40
     head_dim: int, kind: str
 ) -> None:
     plain = make_inputs(problem(33, 100, head_dim=head_dim))  # full tiles and a part
@@ -164,7 +166,9 @@ def test_the_output_may_be_part_of_a_wider_row_whose_rest_stays_as_it_was() -> N
 @pytest.mark.parametrize("kind", LOADS)
 @pytest.mark.parametrize("seqlen", [62, 64])
 @pytest.mark.parametrize("viewed", ["q", "k", "v"])
-def test_one_tensor_alone_may_be_a_transposed_view(viewed: str, seqlen: int, kind: str) -> None:
+def test_one_tensor_alone_may_be_a_transposed_view(  # case B49
+    viewed: str, seqlen: int, kind: str
+) -> None:
     plain = make_inputs(problem(seqlen, seqlen, num_heads=2, num_kv_heads=2, layout="bhsd"))
     tokens_first = getattr(plain, viewed).transpose(1, 2).contiguous()
     view = replace(plain, **{viewed: tokens_first.transpose(1, 2)})
@@ -173,7 +177,7 @@ def test_one_tensor_alone_may_be_a_transposed_view(viewed: str, seqlen: int, kin
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_tensor_that_no_descriptor_can_name_is_loaded_by_pointers(name: str) -> None:
+def test_a_tensor_that_no_descriptor_can_name_is_loaded_by_pointers(name: str) -> None:  # case B49
     plain = make_inputs(problem(20, 20, batch=2, num_kv_heads=2))
     tensor = getattr(plain, name)
     storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
@@ -198,7 +202,7 @@ def test_aligned_tensors_are_loaded_through_descriptors_when_asked() -> None:
     ("dtype", "q", "k"), [("bf16", 448, -544), ("bf16", 448, 544), ("fp16", 200, 200)]
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_logits_far_from_zero_keep_their_weights(
+def test_logits_far_from_zero_keep_their_weights(  # case B38
     dtype: str, q: float, k: float, causal: bool
 ) -> None:
     p = problem(37, 37, dtype=dtype, num_heads=8, head_dim=128, causal=causal)
@@ -222,7 +226,9 @@ def test_the_softmax_scale_is_an_argument(softmax_scale: float) -> None:
 
 
 @pytest.mark.parametrize("seqlen_k", [1, 5, 64, 150])
-def test_lse_of_equal_keys_is_the_natural_logarithm_of_their_number(seqlen_k: int) -> None:
+def test_lse_of_equal_keys_is_the_natural_logarithm_of_their_number(  # case B50
+    seqlen_k: int,
+) -> None:
     inputs = make_inputs(problem(3, seqlen_k, causal=False))
     zero_keys = replace(inputs, k=torch.zeros_like(inputs.k))
     _, lse = run(zero_keys, config())
@@ -232,7 +238,7 @@ def test_lse_of_equal_keys_is_the_natural_logarithm_of_their_number(seqlen_k: in
     assert verdict.correct, verdict.reason
 
 
-def test_two_parts_of_the_keys_merged_by_lse_are_the_whole() -> None:
+def test_two_parts_of_the_keys_merged_by_lse_are_the_whole() -> None:  # case B50
     whole = make_inputs(problem(20, 90, dtype="fp32", causal=False))
     parts = []
     for keys in (slice(0, 60), slice(60, 90)):
@@ -278,7 +284,7 @@ def test_the_family_groups_heads_as_the_plan_does(
         assert given["heads_per_group"] == heads_per_group(p, mib)
 
 
-def test_more_than_65535_heads_are_one_dimension_of_the_grid() -> None:
+def test_more_than_65535_heads_are_one_dimension_of_the_grid() -> None:  # case B14
     inputs = make_inputs(problem(130, 130, batch=40_000), device="meta")
     _, grid, _, _ = launch_of(inputs, config())
     assert grid == (3 * 80_000,)

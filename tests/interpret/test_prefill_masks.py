@@ -149,7 +149,7 @@ MODS: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("mod", MODS)
-def test_a_block_mask_of_torch_is_taken_as_it_is(mod: str) -> None:
+def test_a_block_mask_of_torch_is_taken_as_it_is(mod: str) -> None:  # case B31
     """Made with and without heads of their own, and with full blocks apart or not."""
     rule, text = MODS[mod]
     for heads, apart in ((2, True), (2, False)) if mod == "heads" else ((None, True), (2, False)):
@@ -177,7 +177,9 @@ def lists_of(there: torch.Tensor, whole: torch.Tensor | None, size: int = 32) ->
 
 @pytest.mark.parametrize("kind", LOADS)
 @pytest.mark.parametrize("seqlen_k", [96, 97, 127, 128])
-def test_full_blocks_are_not_masked_and_absent_ones_not_visited(seqlen_k: int, kind: str) -> None:
+def test_full_blocks_are_not_masked_and_absent_ones_not_visited(  # case B31
+    seqlen_k: int, kind: str
+) -> None:
     """The last one reaches past the keys; NaN in a visited tile would reach every row."""
     columns = -(-seqlen_k // 32)
     whole = torch.zeros(2, 2, 3, columns, dtype=torch.bool)

@@ -88,13 +88,15 @@ def test_a_modifier_changes_the_result(modifier: str) -> None:
 
 @pytest.mark.parametrize("softcap", [0.01, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("softmax_scale", [None, 0.0, 3.0, 1000.0])
-def test_scores_are_scaled_before_they_are_capped(softcap: float, softmax_scale: float) -> None:
+def test_scores_are_scaled_before_they_are_capped(  # case B44
+    softcap: float, softmax_scale: float
+) -> None:
     inputs = replace(make_inputs(problem(40, 70, "softcap")), softcap=softcap)
     assert_right(inputs, config(), softmax_scale)
 
 
 @pytest.mark.parametrize("window_left", [-1, 10])
-def test_what_a_mask_hides_is_hidden_whatever_the_cap(window_left: int) -> None:
+def test_what_a_mask_hides_is_hidden_whatever_the_cap(window_left: int) -> None:  # case B44
     """Capped after the mask, a hidden key would count exp(-softcap)."""
     p = problem(40, 70, "softcap", dtype="fp32", window_left=window_left)
     inputs = replace(make_inputs(p), softcap=0.5)
@@ -121,7 +123,7 @@ def test_a_cap_is_that_of_tanh_within_seven_units_in_the_last_place() -> None:
 
 @pytest.mark.parametrize("lengths", [(33, 90), (90, 33), (64, 64)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-def test_alibi_counts_from_positions_at_the_bottom_right(
+def test_alibi_counts_from_positions_at_the_bottom_right(  # case B45
     lengths: tuple[int, int], causal: bool
 ) -> None:
     """K = 0 leaves the penalties alone."""
@@ -139,7 +141,7 @@ def test_alibi_counts_from_positions_at_the_bottom_right(
     torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1), rtol=2**-20, atol=2**-20)
 
 
-def test_slopes_may_be_those_of_heads_or_of_each_sequence() -> None:
+def test_slopes_may_be_those_of_heads_or_of_each_sequence() -> None:  # case B45
     inputs = make_inputs(problem(40, 70, "alibi", batch=3))
     assert inputs.alibi_slopes is not None and len(set(inputs.alibi_slopes[:, 0].tolist())) == 3
     assert_right(inputs, config())
@@ -219,7 +221,7 @@ def test_a_constant_bias_moves_lse_and_not_out() -> None:
     torch.testing.assert_close(moved, lse + 8.0, rtol=0, atol=2**-19)
 
 
-def test_a_sink_is_a_key_that_all_see_and_whose_value_is_zero() -> None:
+def test_a_sink_is_a_key_that_all_see_and_whose_value_is_zero() -> None:  # case B29
     """It is not scaled, and counted once however many tiles there are."""
     plain = make_inputs(problem(70, 130, dtype="fp32", causal=False))
     p = replace(plain.problem, sinks=True)
@@ -236,7 +238,7 @@ def test_a_sink_is_a_key_that_all_see_and_whose_value_is_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sink", [-1e4, -3.0, 0.0, 1e3])
-def test_a_row_without_a_visible_key_is_zero_and_its_lse_the_sink(
+def test_a_row_without_a_visible_key_is_zero_and_its_lse_the_sink(  # case B29
     sink: float, dtype: torch.dtype
 ) -> None:
     inputs = make_inputs(problem(130, 3, "sinks"))

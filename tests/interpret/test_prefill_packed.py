@@ -62,7 +62,9 @@ MODIFIED = [
 
 @pytest.mark.parametrize("kind", LOADS)
 @pytest.mark.parametrize("modified", MODIFIED, ids=str)
-def test_sequences_of_any_lengths_are_right_under_any_mask(modified: dict, kind: str) -> None:
+def test_sequences_of_any_lengths_are_right_under_any_mask(  # case B18
+    modified: dict, kind: str
+) -> None:
     assert_right(packed(**modified), config(LOAD=kind))
 
 
@@ -96,7 +98,7 @@ def test_packed_sequences_have_the_bits_of_each_alone(causal: bool) -> None:
         assert torch.equal(lse[:, span], expected_lse[0])
 
 
-def test_queries_without_keys_are_zero_and_their_lse_minus_infinity() -> None:
+def test_queries_without_keys_are_zero_and_their_lse_minus_infinity() -> None:  # case B06
     inputs = packed()
     out, lse = run(inputs, config())
     assert lse is not None and inputs.cu_seqlens_q is not None
@@ -140,7 +142,7 @@ def test_where_sequences_begin_may_be_told_in_either_type(dtype: torch.dtype) ->
     assert torch.equal(run(replace(inputs, **ends), config())[0], run(inputs, config())[0])
 
 
-def test_equal_keys_make_lse_the_log_of_how_many_are_seen() -> None:
+def test_equal_keys_make_lse_the_log_of_how_many_are_seen() -> None:  # case B50
     inputs = packed(dtype="fp32", causal=True)
     _, lse = run(replace(inputs, k=inputs.k * 0), config())
     assert lse is not None
@@ -155,7 +157,7 @@ def plan(inputs: Inputs, chosen: Config) -> tuple:
     return launch
 
 
-def test_many_short_sequences_are_one_dimension_of_the_grid() -> None:
+def test_many_short_sequences_are_one_dimension_of_the_grid() -> None:  # case B14
     """Sequences of one token, of which there are more than two axes of a grid hold."""
     many = replace(problem([(1, 1)] * 65_600, num_heads=1), lengths="equal")
     inputs = make_inputs(many)
@@ -210,7 +212,9 @@ def test_lengths_of_one_size_class_are_served_by_one_choice(exported: ModuleType
     assert sum(exported.coverage().values()) == before + 9
 
 
-def test_where_there_are_no_queries_at_all_nothing_is_launched(exported: ModuleType) -> None:
+def test_where_there_are_no_queries_at_all_nothing_is_launched(  # case B18
+    exported: ModuleType,
+) -> None:
     inputs = packed([(0, 5), (0, 0)], seqlen_q=1)
     out, lse = call(exported, inputs)
     assert out.shape == (0, 2, 16) and lse.shape == (2, 0)

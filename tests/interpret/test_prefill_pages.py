@@ -98,7 +98,7 @@ KINDS = [  # (what is on, page size, layouts of q and of pages, LOAD)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_chunks_over_pages_of_any_size_are_right_under_any_mask(kind: tuple) -> None:
+def test_chunks_over_pages_of_any_size_are_right_under_any_mask(kind: tuple) -> None:  # case B24
     on, page_size, layout, kv_layout, load = kind
     fields = {"page_size": page_size, "layout": layout, "kv_layout": kv_layout}
     assert_right(chunks(**fields, **ON[on]), config(LOAD=load))
@@ -112,7 +112,9 @@ def test_types_grouped_heads_and_channels_are_right(dtype: str, heads: tuple[int
 
 
 @pytest.mark.parametrize("kind", ["bshd", "thd"])
-def test_equal_keys_make_lse_the_log_of_how_many_a_query_of_a_chunk_sees(kind: str) -> None:
+def test_equal_keys_make_lse_the_log_of_how_many_a_query_of_a_chunk_sees(  # case B50
+    kind: str,
+) -> None:
     """Causal is aligned to the last key of each sequence, wherever its chunk begins."""
     inputs = chunks(dtype="fp32", layout=kind, page_size=3)
     _, lse = run(replace(inputs, k=inputs.k * 0), config())
@@ -149,7 +151,7 @@ def test_pages_give_the_bits_of_keys_that_lie_in_order(causal: bool, load: str) 
 
 
 @pytest.mark.parametrize(("layout", "load"), [("bshd", "pointer"), ("thd", "descriptor")])
-def test_dead_slots_and_entries_change_no_bit(layout: str, load: str) -> None:
+def test_dead_slots_and_entries_change_no_bit(layout: str, load: str) -> None:  # case B04, case B13
     inputs = chunks(layout=layout, page_size=32)
     assert inputs.block_table is not None
     k, v = (t.masked_fill(t.isnan(), float("inf")) for t in (inputs.k, inputs.v))
@@ -188,7 +190,7 @@ def test_rows_without_keys_are_zero_and_their_lse_minus_infinity_or_the_sink() -
     torch.testing.assert_close(lse[0], inputs.sinks[:, None].expand(2, 40), rtol=2**-20, atol=0)
 
 
-def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are() -> None:
+def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are() -> None:  # case B05
     inputs = chunks([40], head_dim=32, num_heads=1, poison=False)
     near = replace(inputs, v=inputs.k)
     assert near.block_table is not None
@@ -203,7 +205,7 @@ def test_page_ids_whose_offset_passes_32_bits_are_read_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("page_size", [3, 32])
-def test_lengths_and_table_may_be_views_of_either_type(page_size: int) -> None:
+def test_lengths_and_table_may_be_views_of_either_type(page_size: int) -> None:  # case B25
     inputs = chunks([97, 41], page_size=page_size)
     assert inputs.cache_seqlens is not None and inputs.block_table is not None
     wider = torch.nn.functional.pad(inputs.block_table.long(), (2, 3), value=POISON_PAGE)
@@ -219,7 +221,7 @@ def test_queries_and_caches_may_be_views_of_wider_rows(load: str) -> None:
         assert_right(make_inputs(p, lengths=lengths, wide_rows=wider), config(LOAD=load))
 
 
-def test_the_caches_share_no_stride() -> None:
+def test_the_caches_share_no_stride() -> None:  # case B25
     inputs = chunks([97, 41], num_heads=4, num_kv_heads=2)
     v = inputs.v.transpose(1, 2).contiguous().transpose(1, 2)
     assert_right(replace(inputs, v=v), config())
@@ -251,7 +253,7 @@ for on, block_n in (({}, 16), ({"causal": False}, 64), ({"window_left": 20}, 32)
 """
 
 
-def test_the_table_is_not_read_past_the_page_of_the_last_key() -> None:
+def test_the_table_is_not_read_past_the_page_of_the_last_key() -> None:  # case B13
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", AT_THE_END_OF_MEMORY, here]
     done = subprocess.run(command, capture_output=True, text=True)

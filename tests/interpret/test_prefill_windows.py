@@ -57,7 +57,7 @@ def window_of(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("lengths", [(70, 70), (40, 130), (130, 40), (1, 129), (64, 64)], ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_both_edges_of_a_window_are_inclusive_and_bottom_right_aligned(
+def test_both_edges_of_a_window_are_inclusive_and_bottom_right_aligned(  # case B22, case B42
     window: tuple[int, int], lengths: tuple[int, int]
 ) -> None:
     """K = 0 gives every visible key the same weight: lse is the log of their number.
@@ -90,7 +90,7 @@ def test_windows_are_right_however_tiles_are_loaded(
 
 @pytest.mark.parametrize("tile", [(16, 16), (16, 64), (64, 16), (32, 32), (128, 64)], ids=str)
 @pytest.mark.parametrize("window", [(15, 0), (16, 17), (100, 3)], ids=str)
-def test_windows_narrower_and_wider_than_a_tile_are_right(
+def test_windows_narrower_and_wider_than_a_tile_are_right(  # case B22
     window: tuple[int, int], tile: tuple[int, int]
 ) -> None:
     block_m, block_n = tile
@@ -114,7 +114,7 @@ def test_windows_are_right_for_other_types_and_channels(dtype: str, head_dim: in
     assert_right(make_inputs(p, wide_rows=8), config())
 
 
-def test_a_causal_window_is_the_window_that_ends_at_the_query() -> None:
+def test_a_causal_window_is_the_window_that_ends_at_the_query() -> None:  # case B42
     causal = problem(70, 100, (20, -1), causal=True)
     assert causal == problem(70, 100, (20, 0)) == problem(70, 100, (20, 7), causal=True)
     whole = make_inputs(problem(70, 100, (-1, -1), causal=True))

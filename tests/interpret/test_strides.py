@@ -43,7 +43,7 @@ def heads_first(tensor):
 
 
 @pytest.mark.parametrize("view", [shifted, in_wide_rows, heads_first])
-def test_prefill_reads_each_of_its_tensors_by_its_own_strides(module, view):  # cases B49 and S10
+def test_prefill_reads_each_of_its_tensors_by_its_own_strides(module, view):  # case B49, case S10
     tensors = {name: normal(1, 62, heads, 64) for name, heads in zip("qkv", (4, 2, 2), strict=True)}
     expected = module.prefill(**tensors, causal=True)
     for name in tensors:

@@ -212,6 +212,26 @@ def test_packed_sequences_have_gradients_and_tokens_past_the_last_none(module):
         assert torch.equal(one[:-4], same) and (one[-4:] == 0).all()
 
 
+@pytest.mark.parametrize(
+    "lengths", [[(0, 5), (0, 3)], [(5, 0), (3, 0)], [(0, 0), (0, 0)], []], ids=str
+)
+def test_packed_sequences_that_see_nothing_at_all_have_gradients_of_zero(  # case B18
+    module, lengths
+):
+    """No queries, no keys, neither, and no sequences."""
+    ends = torch.tensor([(0, 0), *lengths]).cumsum(0).int().T.contiguous()
+    starts = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+    rows, keys = ends[:, -1].tolist()
+    shapes = ((rows, 2, 64), (keys, 1, 64), (keys, 1, 64))
+    tensors = [torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    sizes = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+    out, lse = module.prefill(*tensors, **starts, **sizes, causal=True, return_lse=True)
+    assert out.shape == shapes[0] and (out == 0).all() and (lse == -torch.inf).all()
+    gradients = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    assert all((gradient == 0).all() for gradient in gradients)
+    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors]
+
+
 @pytest.mark.parametrize("call", [{"softcap": 2.0}, {"window": (4, 0)}], ids=str)
 def test_values_of_another_width_under_what_was_not_tuned_are_refused_by_the_forward(
     tmp_path, call
@@ -249,7 +269,7 @@ def test_a_bias_alone_may_ask_for_a_gradient_and_slopes_have_none(module):
         module.prefill(inputs.q, inputs.k, inputs.v, alibi_slopes=slopes)
 
 
-def test_deterministic_is_served_by_a_family_whose_bits_repeat(tmp_path):
+def test_deterministic_is_served_by_a_family_whose_bits_repeat(tmp_path):  # case B47
     problem = replace(CAUSAL, seqlen_q=33, seqlen_k=33)
     config = backward_single.FAMILY.default(problem, H200)
     winners = [winner_of(replace(problem, op="prefill")), winner_of(problem, config)]

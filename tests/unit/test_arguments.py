@@ -73,7 +73,7 @@ def test_k_and_v_may_be_views_of_one_tensor():
         ({"q": (0, 5, 4, 32), "k": (0, 7, 2, 32), "v": (0, 7, 2, 32)}, "batch 0 is not positive"),
     ],
 )
-def test_prefill_names_the_shape_that_does_not_fit(changes, message):
+def test_prefill_names_the_shape_that_does_not_fit(changes, message):  # case B40
     with pytest.raises(ProblemError, match=message):
         prefill_problem(*tensors(**changes), False, "bshd")
 
@@ -86,7 +86,7 @@ def test_mixed_and_unknown_dtypes_are_refused():
         prefill_problem(q.int(), k.int(), v.int(), False, "bshd")
 
 
-def test_a_last_dimension_with_gaps_is_refused():
+def test_a_last_dimension_with_gaps_is_refused():  # case B49
     q, k, v = tensors(v=(2, 7, 2, 64))
     with pytest.raises(ProblemError, match="v's last dimension must be contiguous"):
         prefill_problem(q, k, v[..., ::2], False, "bshd")
@@ -228,7 +228,7 @@ def test_an_output_of_another_shape_or_type_is_refused():
             check_output("prefill", out, q, 32)
 
 
-def test_checking_finds_a_bad_page_inside_the_used_range_and_only_there():
+def test_checking_finds_a_bad_page_inside_the_used_range_and_only_there():  # case B13
     call = decode_call()
     problem = decode_problem(**call)
     table = torch.tensor([[0, -1, 2**30], [3, 2**30, -1], [4, 5, 6]], dtype=torch.int32)

@@ -140,7 +140,7 @@ def test_without_a_key_the_gradient_of_q_is_zero(way):
 
 
 @pytest.mark.parametrize("way", ["single_wide", "split"])
-def test_heads_of_any_ratio_and_channels_past_head_dim(way):
+def test_heads_of_any_ratio_and_channels_past_head_dim(way):  # case B23, case B40, case B46
     inputs = make_inputs(of(66, 100, batch=2, num_heads=7, head_dim=40, layout="bhsd"))
     assert judged(inputs, *WAYS[way]).reason == ""
 
@@ -226,7 +226,9 @@ def far_below_zero(problem: Problem) -> Inputs:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_keys_past_the_last_one_count_for_nothing_where_all_logits_are_far_below_zero(way):
+def test_keys_past_the_last_one_count_for_nothing_where_all_logits_are_far_below_zero(  # case B07
+    way,
+):
     assert judged(far_below_zero(of(70, 100, False)), *WAYS[way]).reason == ""
 
 

@@ -245,7 +245,9 @@ def test_doctor_answers_where_no_folder_can_be_written(monkeypatch, capsys, tmp_
     ],
     ids=" ".join,
 )
-def test_numbers_that_would_silently_change_a_search_are_wrong_usage(monkeypatch, capsys, options):
+def test_numbers_that_would_silently_change_a_search_are_wrong_usage(  # case S12
+    monkeypatch, capsys, options
+):
     """S12"""
     assert run(monkeypatch, "tune", "none.yaml", *options) == 2
     assert options[0] in capsys.readouterr().err

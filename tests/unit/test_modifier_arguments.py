@@ -50,6 +50,7 @@ def test_a_window_has_one_spelling_and_none_where_it_hides_nothing(window, causa
     ("given", "message"),
     [
         ({"window": (-2, 0)}, r"window \(-2, 0\) is not \(keys before, keys after\)"),
+        ({"window": (0, -3)}, r"window \(0, -3\) is not \(keys before, keys after\)"),
         ({"window": (4,)}, r"window \(4,\) is not"),
         ({"window": (4.0, 0)}, "window .* is not"),
         ({"softcap": -1.0}, "softcap -1.0 is not from 0 upwards"),
@@ -76,7 +77,7 @@ def test_a_window_has_one_spelling_and_none_where_it_hides_nothing(window, causa
         ({"dropout_p": 0.1, "rng": RNG.repeat(2)[::2]}, "rng must be contiguous"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(given, message):
+def test_what_does_not_fit_is_refused_by_name(given, message):  # case B42
     with pytest.raises(ProblemError, match=message):
         posed(**given)
 

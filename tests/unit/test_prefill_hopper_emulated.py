@@ -147,7 +147,7 @@ def test_no_key_at_all_gives_zeros_and_minus_infinity():
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("head_dim", [40, 96])
-def test_channels_past_head_dim_and_heads_of_any_ratio(layout, head_dim):
+def test_channels_past_head_dim_and_heads_of_any_ratio(layout, head_dim):  # case B23, case B40
     problem = of(
         66, 100, True, batch=2, num_heads=7, num_kv_heads=1, head_dim=head_dim, layout=layout
     )
@@ -157,7 +157,7 @@ def test_channels_past_head_dim_and_heads_of_any_ratio(layout, head_dim):
 
 # Rows wider by 8 elements are named by a descriptor as they are, NaN neighbours and all.
 @pytest.mark.parametrize(("wide_rows", "copies"), [(8, 0), (1, 3)])
-def test_strides_that_no_descriptor_can_name_are_copied(wide_rows, copies):
+def test_strides_that_no_descriptor_can_name_are_copied(wide_rows, copies):  # case B49
     inputs = make_inputs(of(130, 200, False), wide_rows=wide_rows)
     done = emulate(inputs, WAYS["paired"] | {"PAIR": 0})
     assert done.reason == ""
@@ -233,7 +233,7 @@ def test_a_row_is_rescaled_by_its_own_maximum_alone():
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_logits_of_any_size_and_rows_without_a_key(sign):
+def test_logits_of_any_size_and_rows_without_a_key(sign):  # case B06, case B38
     inputs = make_inputs(of(200, 130, True))
     inputs.k.zero_()
     inputs.q[..., 0], inputs.k[..., 0] = 448.0, sign * 544.0

@@ -50,7 +50,9 @@ def windowed(seqlen_q: int, seqlen_k: int, sides: tuple[int, int], **changes) ->
         (1, 300, (129, 0)),
     ],
 )
-def test_windows_are_right_in_every_way_wherever_their_edges_lie(way, seqlen_q, seqlen_k, sides):
+def test_windows_are_right_in_every_way_wherever_their_edges_lie(  # case B22, case B42
+    way, seqlen_q, seqlen_k, sides
+):
     inputs = drawn(windowed(seqlen_q, seqlen_k, sides), 4.0)
     assert emulate(inputs, WINDOW_WAYS[way]).reason == ""
 
@@ -59,7 +61,7 @@ def test_windows_are_right_in_every_way_wherever_their_edges_lie(way, seqlen_q, 
     ("way", "sides"),
     [("wide", (-1, 0)), ("direct", (-1, 0)), ("wide_split", (-1, -1)), ("one_buffer", (70, 0))],
 )
-def test_softcap_and_sinks_are_right_beside_every_mask(way, sides):
+def test_softcap_and_sinks_are_right_beside_every_mask(way, sides):  # case B29, case B44
     for seqlen_q, seqlen_k in ((150, 260), (200, 77)):
         problem = windowed(seqlen_q, seqlen_k, sides, num_heads=1, softcap=True, sinks=True)
         assert emulate(drawn(problem, 4.0), WAYS[way]).reason == ""
@@ -74,7 +76,7 @@ def test_rows_and_calls_without_a_key_have_the_sink_as_lse():
 
 
 @pytest.mark.parametrize("sink", [-90.0, 0.0, 90.0])
-def test_sinks_of_any_size_change_the_denominator_alone(sink):
+def test_sinks_of_any_size_change_the_denominator_alone(sink):  # case B29
     for problem in (of(100, 130, True, sinks=True), windowed(100, 40, (9, 0), sinks=True)):
         inputs = make_inputs(problem)
         inputs.sinks.fill_(sink)
@@ -83,7 +85,7 @@ def test_sinks_of_any_size_change_the_denominator_alone(sink):
 
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 @pytest.mark.parametrize("factor", [1.0, 12.0, 300.0])
-def test_scores_near_a_softcap_and_far_beyond_are_right(softcap, factor):
+def test_scores_near_a_softcap_and_far_beyond_are_right(softcap, factor):  # case B44
     inputs = replace(drawn(of(100, 130, True, softcap=True), factor), softcap=softcap)
     assert emulate(inputs, WAYS["one_buffer"]).reason == ""
 

@@ -236,8 +236,9 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize(("gpu", "toolchain", "reason"), FOREIGN.values(), ids=FOREIGN)
-# case B16
-def test_rows_of_another_type_or_triton_are_listed_as_foreign(tmp_path, gpu, toolchain, reason):
+def test_rows_of_another_type_or_triton_are_listed_as_foreign(  # case B16
+    tmp_path, gpu, toolchain, reason
+):
     path = tmp_path / "foreign.db"
     with Store.open(path) as store:
         store.record_decision(run(store, gpu, toolchain), decision())

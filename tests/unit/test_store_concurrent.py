@@ -31,8 +31,9 @@ def test_sixteen_processes_open_a_new_database_at_once_and_write(writers, tmp_pa
             assert len(store.trials(H200, TOOLCHAIN)) == WRITERS
 
 
-# case B17
-def test_nothing_is_lost_when_sixteen_write_and_one_is_killed_in_its_transaction(writers, tmp_path):
+def test_nothing_is_lost_when_sixteen_write_and_one_is_killed_in_its_transaction(  # case B17
+    writers, tmp_path
+):
     path, count = tmp_path / "autoflash.db", 100
     victim = Writer()
     victim.tell("hold", path)

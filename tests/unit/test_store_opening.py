@@ -63,13 +63,13 @@ def test_the_database_is_else_in_the_users_data_folder(monkeypatch, tmp_path):
     assert default_path() == tmp_path / "autoflash" / "autoflash.db"
 
 
-def test_a_given_path_is_honoured_whatever_the_environment_says(monkeypatch, tmp_path):
+def test_a_given_path_is_honoured_whatever_the_environment_says(monkeypatch, tmp_path):  # case B35
     monkeypatch.setenv("AUTOFLASH_DB", "/proc/nowhere/autoflash.db")
     with Store.open(tmp_path / "mine.db") as store:
         assert store.path == tmp_path / "mine.db"
 
 
-def test_without_a_home_the_message_says_what_to_give(monkeypatch):
+def test_without_a_home_the_message_says_what_to_give(monkeypatch):  # case B35
     for name in ("AUTOFLASH_DB", "XDG_DATA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("platformdirs.user_data_dir", lambda *_, **__: "~/.local/share/autoflash")
@@ -77,7 +77,7 @@ def test_without_a_home_the_message_says_what_to_give(monkeypatch):
         default_path()
 
 
-def test_a_home_that_cannot_be_written_is_one_line(monkeypatch, plain_user):
+def test_a_home_that_cannot_be_written_is_one_line(monkeypatch, plain_user):  # case B35
     for name in ("AUTOFLASH_DB", "XDG_DATA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/")
@@ -95,7 +95,7 @@ def test_a_home_that_cannot_be_looked_into_holds_no_database(monkeypatch, plain_
 
 
 @pytest.mark.parametrize("name", ["a b.db", "Größe 数据.db", "what?mode=rw#x%20.db", ":memory:"])
-def test_any_name_of_a_file_will_do(tmp_path, name):
+def test_any_name_of_a_file_will_do(tmp_path, name):  # case B35
     path = tmp_path / "a folder that is made" / name
     with Store.open(path) as store:
         store.record_decision(run(store), decision())
@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_written_is_refused(plain_user):
     assert refusal(plain_user / "autoflash.db") == "unable to open database file"
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_done(plain_user):
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_done(plain_user):  # case B35
     path = plain_user / "autoflash.db"
     Store.open(path).close()
     path.chmod(0o444)
@@ -200,7 +200,7 @@ def test_one_who_only_looks_cannot_write(path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_read_only_database_in_a_read_only_folder_can_be_looked_at(plain_user):
+def test_a_read_only_database_in_a_read_only_folder_can_be_looked_at(plain_user):  # case B35
     path = plain_user / "autoflash.db"
     with Store.open(path) as store:
         store.record_decision(run(store), decision())
