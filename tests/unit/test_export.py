@@ -89,12 +89,13 @@ def test_what_was_tuned_over_pages_serves_pages_of_other_sizes_and_no_contiguous
         assert selector.choose(dataclasses.replace(chunk, **other), DEVICE).how == "default"
 
 
-def test_the_module_needs_no_autoflash_and_starts_no_cuda(tmp_path):
+def test_the_module_needs_no_autoflash_and_starts_no_cuda(tmp_path):  # case B30
     path = tmp_path / "attention_dispatch.py"
     write_module(export([winner_of(prefill_of())]), path)
     script = (
-        "import sys; sys.modules['autoflash'] = None\n"
-        "import attention_dispatch, torch\n"
+        "import sys, torch; sys.modules['autoflash'] = None\n"
+        "torch.cuda._lazy_init = lambda: sys.exit('importing the module starts CUDA')\n"
+        "import attention_dispatch\n"
         "assert not torch.cuda.is_initialized()\n"
         "heavy = {'jinja2', 'sqlite_utils', 'typer', 'yaml', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
