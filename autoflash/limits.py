@@ -19,6 +19,10 @@ from autoflash.roofline import floor, visible_pairs
 # Of a multiprocessor in a clock: CUDA programming guide, throughput of special functions, the same
 # for every capability from 8.0 on; CDNA3's transcendental rate is a quarter of its 64 lanes.
 EXPONENTIALS_PER_CLOCK = 16
+# Of products of 16 bits that are not sparse, by the vendors' tables: their peak rate is this times
+# the clock that they promise.
+FLOPS_PER_CLOCK = {"sm_80": 2048, "sm_86": 1024, "sm_89": 1024, "sm_90": 4096}
+FLOPS_PER_CLOCK |= {"sm_100": 8192, "sm_120": 1024, "gfx942": 2048}
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def limits(
     resources: Resources,
     sm_clock_mhz: int | None = None,
 ) -> Limits:
-    """The limits of a call that took `us`. Exponentials are counted where the clock is known.
+    """The limits of a call that took `us`, exponentials at the clock given or else the vendor's.
 
     Products and exponentials are those of the config's tiles, which reach past the problem.
     """
@@ -82,7 +86,7 @@ def limits(
     tensor_us = least.flops * padded / rate / 1e6 if rate else 0.0
     bytes_us = least.bytes_moved / gpu.dram_gbps / 1e3 if gpu.dram_gbps else 0.0
     exponentials = problem.num_heads * visible_pairs(problem) * padded
-    per_us = gpu.num_sms * EXPONENTIALS_PER_CLOCK * (sm_clock_mhz or 0)
+    per_us = gpu.num_sms * EXPONENTIALS_PER_CLOCK * (sm_clock_mhz or promised_clock_mhz(gpu))
     exponentials_us = exponentials / per_us if per_us else 0.0
     waves = math.ceil(work.programs / gpu.num_sms)
     stretch = waves * gpu.num_sms / work.programs - 1
@@ -97,3 +101,9 @@ def limits(
         programs=work.programs,
         launches=work.launches,
     )
+
+
+def promised_clock_mhz(gpu: Gpu) -> float:
+    """The clock that the vendor's rate of products is for; 0 where that is not known."""
+    per_clock = FLOPS_PER_CLOCK.get(gpu.arch)
+    return gpu.tflops_16bit * 1e6 / gpu.num_sms / per_clock if per_clock else 0.0

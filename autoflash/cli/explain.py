@@ -193,7 +193,7 @@ def _gain(one: "Explanation") -> str:
 def _takes(one: "Explanation") -> str:
     took, fits = one.resources, one.limits.occupancy
     if took.registers is None:
-        return "not known: the trials are not in this database"
+        return "not known: its trials are not here; `autoflash profile` compiles it and tells"
     spills = f"{took.spill_bytes} bytes of spills" if took.spill_bytes else "no spills"
     blocks = "block" if fits.blocks == 1 else "blocks"
     return (

@@ -14,6 +14,7 @@ from autoflash.cli import app
 from autoflash.config import Config
 from autoflash.errors import StoreError, UnsupportedError
 from autoflash.explain import alike, explain, failures, grouped_failures, knob_costs
+from autoflash.gpu import known
 from autoflash.limits import limits
 from autoflash.occupancy import occupancy
 from autoflash.records import Clocks, Resources, Trial
@@ -152,7 +153,20 @@ def test_exponentials_bind_where_a_head_is_narrow():
     pairs = 8 * 8 * 4096 * 4097 / 2
     assert found.roof[0] == "exponentials"
     assert found.exponentials_us >= pairs / (132 * 16 * 1980)
-    assert limits(narrow, config, H200, 500.0, TAKES).exponentials_us == 0.0
+
+
+@pytest.mark.parametrize(
+    ("slug", "mhz"),
+    [("NVIDIA_A100_SXM4_80GB", 1410), ("NVIDIA_A10", 1695), ("NVIDIA_H200", 1830)],
+)
+def test_where_no_clock_was_measured_exponentials_are_counted_at_the_vendors(slug, mhz):
+    """Of winners whose trials are not here, as of those that are shipped."""
+    gpu = known(slug)
+    config = candidates(PROBLEM)[0]
+    told, measured = (limits(PROBLEM, config, gpu, 20.0, TAKES, clock) for clock in (None, mhz))
+    assert told.exponentials_us == pytest.approx(measured.exponentials_us, rel=0.001)
+    unknown = replace(gpu, tflops_16bit=0)
+    assert limits(PROBLEM, config, unknown, 20.0, TAKES).exponentials_us == 0.0
 
 
 def test_occupancy_is_bound_by_what_runs_out_first():
@@ -246,3 +260,14 @@ def test_rows_of_trials_are_grouped_over_problems(db):
         store.record_trial(1, trial(mended.config, 9.0, problem=mended.problem))
         (row,) = grouped_failures(trial_rows(store, {}))
     assert (row["reason"], row["candidates"], row["problems"]) == ("line #: no", 2, 2)
+
+
+def test_of_a_shipped_winner_exponentials_are_told_and_who_tells_what_it_takes(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path / "none.db"))
+    which = ("--op", "decode", "--paged", "--batch", 1, "--seqlen-k", 16384, "--num-heads", 32)
+    told = CliRunner().invoke(app, ["explain", *map(str, which)])
+    assert told.exit_code == 0 and "roofline" in told.output
+    assert "exponentials 0." in told.output
+    assert "takes     not known: its trials are not here; `autoflash profile`" in told.output
