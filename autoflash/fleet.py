@@ -133,7 +133,7 @@ def tune_with(
             stack.enter_context(closing(view))
         views[0].notice(
             f"{', '.join(f'{name}: {gpu.name}' for name, gpu in named)}, "
-            f"{len(workload.problems)} problems, database {store.path}"
+            f"problems: {len(workload.problems)}, database: {store.path}"
         )
         by_post = dict(zip(posts, views, strict=True))
         types: dict[tuple[object, ...], list[Post]] = {}

@@ -184,7 +184,9 @@ def _measure(
         clocks_held(options, [worker]) as mhz,
         _lab(workload, options, worker, pool, store, gpu, toolchain, mhz) as (lab, run_id),
     ):
-        lab.progress.notice(f"{gpu.name}, {len(workload.problems)} problems, database {store.path}")
+        lab.progress.notice(
+            f"{gpu.name}, problems: {len(workload.problems)}, database: {store.path}"
+        )
         if lab.journal.known:
             lab.progress.notice(f"{lab.journal.known} candidates are known from earlier runs")
         groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
@@ -225,7 +227,7 @@ def _predict(
             run_id,
         ),
     ):
-        lab.progress.notice(f"{len(workload.problems)} problems, database {store.path}")
+        lab.progress.notice(f"problems: {len(workload.problems)}, database: {store.path}")
         groups, undecided = groups_of([problem for problem, _ in workload.problems], gpu)
         decisions, failed = predict(lab, [Entrants(lab, group) for group in groups])
         found = (decisions, undecided + failed)

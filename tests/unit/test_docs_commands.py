@@ -128,3 +128,32 @@ def test_a_benchmark_that_is_shown_has_these_options(line):
     assert options <= set(re.findall(r"--[a-z][a-z0-9-]*", told.stdout))
     workload = words[words.index("--workload") + 1] if "--workload" in words else script
     assert (ROOT / workload).is_file()
+
+
+SHOWN_OUTPUT = re.findall(
+    r"^    \$ autoflash ((?:query|export) .*)\n((?:    .*\n)+)",
+    (ROOT / "README.md").read_text(),
+    flags=re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("line", "shown"), SHOWN_OUTPUT, ids=["query", "export"])
+def test_output_that_the_readme_shows_is_printed_in_these_words(line, shown, tmp_path, monkeypatch):
+    """Of the shipped winners, in a terminal; its numbers are those of the day."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path / "none.db"))
+    monkeypatch.setenv("COLUMNS", "96")
+    for module in ("table", "query"):
+        there = sys.modules[f"autoflash.cli.{module}"]  # a command has its module's name
+        monkeypatch.setattr(there, "on_terminal", lambda: True)
+    result = CliRunner().invoke(app, shlex.split(line))
+    printed = result.stderr + result.stdout
+    assert result.exit_code == 0, printed
+
+    def words(text: str) -> set[str]:
+        return {word for word in text.split() if not re.search(r"\d", word)} - {"..."}
+
+    assert words(shown) <= words(printed)
+    # a problem is shown by a name that a row of the output has
+    rows = shown.partition("─\n")[2].splitlines()
+    assert rows and all(row.split("  ")[2] in printed for row in rows if row.strip() != "...")
