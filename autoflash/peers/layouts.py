@@ -34,6 +34,16 @@ def packed(one: Inputs) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     return (q, k, v), numbers * p.seqlen_q, numbers * p.seqlen_k
 
 
+def packed_queries(one: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(total_q, num_heads, head_dim) of a prefill over pages, and where each sequence's begin."""
+    p = one.problem
+    if one.cu_seqlens_q is not None:
+        return one.q, one.cu_seqlens_q
+    q = one.q if p.layout == "bshd" else one.q.transpose(1, 2)
+    numbers = torch.arange(p.batch + 1, dtype=torch.int32, device=q.device)
+    return q.flatten(0, 1), numbers * p.seqlen_q
+
+
 def from_packed(problem: Problem) -> Callable[[torch.Tensor], torch.Tensor]:
     """What brings an `out` of tokens to the problem's layout."""
     if problem.varlen:

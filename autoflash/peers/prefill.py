@@ -10,9 +10,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoflash.inputs import Inputs
 from autoflash.peers.abilities import flash_arguments, refuse, rounded_sinks
+from autoflash.peers.caches import tokens_first
 from autoflash.peers.contender import Contender, Maker, Unavailable
 from autoflash.peers.flex import flex_attention
-from autoflash.peers.layouts import Tensors, from_layout, from_packed, in_layout, packed
+from autoflash.peers.layouts import (
+    Tensors,
+    from_layout,
+    from_packed,
+    in_layout,
+    packed,
+    packed_queries,
+)
 from autoflash.problem import Problem
 
 FLASHINFER_WORKSPACE = 256 * 2**20
@@ -56,10 +64,15 @@ def flash_attention_3(inputs: list[Inputs]) -> Contender:
     )
 
     p = inputs[0].problem
-    refuse(p, has=("window", "right", "softcap", "sinks", "packed"), unpassed=("pages",))
+    refuse(p, has=("window", "right", "softcap", "sinks", "packed", "pages"))
     calls = []
     for one in inputs:
-        tensors, starts_q, starts_k = packed(one)
+        if p.paged:
+            tensors, starts_q = over_pages(one)
+            keys = {"seqused_k": one.cache_seqlens, "block_table": one.block_table}
+        else:
+            tensors, starts_q, starts_k = packed(one)
+            keys = {"cu_seqlens_k": starts_k}
         calls.append(
             functools.partial(
                 flash_attn_varlen_func,
@@ -67,9 +80,9 @@ def flash_attention_3(inputs: list[Inputs]) -> Contender:
                 max_seqlen_q=p.seqlen_q,
                 cu_seqlens_q=starts_q,
                 max_seqlen_k=p.seqlen_k,
-                cu_seqlens_k=starts_k,
                 causal=p.causal,
                 fa_version=3,
+                **keys,
                 **flash_arguments(one, s_aux=rounded_sinks(one)),
             )
         )
@@ -81,20 +94,34 @@ def flash_attention_4(inputs: list[Inputs]) -> Contender:
     from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
 
     p = inputs[0].problem
-    passed = ("window", "right", "softcap", "sinks", "packed")
-    left = ("alibi", "bias", "blocks", "documents", "prefix", "mask", "pages", "deterministic")
+    passed = ("window", "right", "softcap", "sinks", "packed", "pages")
+    left = ("alibi", "bias", "blocks", "documents", "prefix", "mask", "deterministic")
     refuse(p, has=passed, unpassed=left)
 
     def call(tensors: Tensors, **beside: Any) -> torch.Tensor:
-        attend = interface.flash_attn_varlen_func if p.varlen else interface.flash_attn_func
+        dense = not (p.varlen or p.paged)
+        attend = interface.flash_attn_func if dense else interface.flash_attn_varlen_func
         out, _ = attend(*tensors, causal=p.causal, **beside)
         return out
 
     calls = []
     for one in inputs:
-        beside = flash_arguments(one, None, learnable_sink=one.sinks) | starts_of(one)
-        calls.append(functools.partial(call, in_flash_layout(one), **beside))
-    return Contender(calls, from_flash_layout(p))
+        beside = flash_arguments(one, None, learnable_sink=one.sinks)
+        if p.paged:
+            tensors, starts_q = over_pages(one)
+            beside |= {"cu_seqlens_q": starts_q, "max_seqlen_q": p.seqlen_q}
+            beside |= {"seqused_k": one.cache_seqlens, "page_table": one.block_table}
+        else:
+            tensors, beside = in_flash_layout(one), beside | starts_of(one)
+        calls.append(functools.partial(call, tensors, **beside))
+    return Contender(calls, from_packed(p) if p.paged else from_flash_layout(p))
+
+
+def over_pages(one: Inputs) -> tuple[Tensors, torch.Tensor]:
+    """Queries packed, the caches of K and V tokens first; and where each one's queries begin."""
+    q, starts_q = packed_queries(one)
+    k, v = (tokens_first(cache, one.problem.kv_layout) for cache in (one.k, one.v))
+    return (q, k, v), starts_q
 
 
 def flash_attention_2(inputs: list[Inputs]) -> Contender:
@@ -105,7 +132,8 @@ def flash_attention_2(inputs: list[Inputs]) -> Contender:
     )
 
     p = inputs[0].problem
-    refuse(p, has=("window", "right", "softcap", "alibi", "packed"), unpassed=("deterministic",))
+    passed = ("window", "right", "softcap", "alibi", "packed")
+    refuse(p, has=passed, unpassed=("pages", "deterministic"))
     calls = []
     for one in inputs:
         attend = flash_attn_varlen_func if p.varlen else flash_attn_func

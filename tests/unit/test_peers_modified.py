@@ -127,6 +127,21 @@ def test_a_peer_over_pages_is_right_or_says_what_it_has_not(peer, case):
     assert verdict_of(problem, peer) == IN_DECODE[peer].get(case, "")
 
 
+@pytest.mark.parametrize("peer", ["flash_attention_3", "flash_attention_4"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "bhsd", "window_left": 9},
+        {"kv_layout": "hnd", "sinks": True},
+        {"layout": "thd", "softcap": True},
+    ],
+    ids=str,
+)
+def test_a_prefill_over_pages_is_given_its_tables(peer, changes):
+    chunk = {"batch": 3, "seqlen_q": 16, "seqlen_k": 64, "page_size": 16, "lengths": "ragged"}
+    assert verdict_of(prefill_of(**chunk, **changes), peer) == ""
+
+
 def test_slopes_of_one_sequence_are_those_of_its_heads():
     assert verdict_of(decode_of(seqlen_k=64, page_size=16, alibi=True), "vllm_triton") == ""
 
@@ -143,7 +158,7 @@ def test_a_bias_is_the_mask_of_sdpa_with_causal_bottom_right():
 
 def test_what_no_adapter_passes_is_told_by_each():
     pages = prefill_of(seqlen_q=16, seqlen_k=64, page_size=16)
-    assert verdict_of(pages, "flash_attention_3") == "its adapter passes no prefill over pages"
+    assert verdict_of(pages, "flashinfer") == "its adapter passes no prefill over pages"
     chosen = decode_of(seqlen_k=64, page_size=16, pages="chosen")
     assert verdict_of(chosen, "flashinfer") == "its adapter passes no chosen pages"
     dropped = prefill_of(seqlen_q=16, seqlen_k=16, dropout=True)
