@@ -32,6 +32,8 @@ def buffer_sets(bytes_each: int, l2_bytes: int) -> int:
     return min(64, max(2, -(-2 * l2_bytes // max(1, bytes_each)) + 1))
 
 
+MOST_OF_HOST = 0.8  # of the GPU's time, within which a host queues calls that it stays ahead of
+
 BRISK = Pace(8_000.0, 8_000.0)
 # At its power cap a card takes a while to find a contender's clock. H200, turns of 8 ms: quartiles
 # of the rounds lay 10 % apart, and contenders of half the power had the clocks of the others.
@@ -130,6 +132,45 @@ class StreamBurst:
         return event_us(self._queue, self._lead_cycles) / self._launches, clocks()
 
 
+class QueuedBurst:
+    """Calls queued one by one, untimed first, of a host that stays ahead of the GPU.
+
+    Autograd runs on the stream of the forward, which no graph captures. Raises DeviceError where
+    the host does not stay ahead.
+    """
+
+    regime = "stream"
+
+    def __init__(self, calls: Sequence[Call], pace: Pace) -> None:
+        self._calls = calls
+        call_us = min(event_us(call) for call in (list(calls) * 3)[:3])
+        self._lead, self._timed = (
+            max(1, round(us / call_us)) for us in (pace.lead_us, pace.timed_us)
+        )
+        self.turn_us = (self._lead + self._timed) * call_us
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        self._queue(self._timed)
+        host_us = 1e6 * (time.perf_counter() - started)
+        torch.cuda.synchronize()
+        if host_us > MOST_OF_HOST * self._timed * call_us:
+            raise DeviceError(f"the host queues a call in {host_us / self._timed:.0f} us")
+
+    def _queue(self, launches: int) -> None:
+        for i in range(launches):
+            self._calls[i % len(self._calls)]()
+
+    def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]:
+        self._queue(self._lead)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self._queue(self._timed)
+        end.record()
+        read = clocks()  # while the timed calls run
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / self._timed, read
+
+
 def launches_of(call_us: float) -> int:
     """Calls that make a graph."""
     return max(1, min(MOST_LAUNCHES, round(GRAPH_US / max(call_us, 0.1))))
@@ -154,6 +195,21 @@ def burst_of(calls: Sequence[Call], pace: Pace) -> Burst:
         return StreamBurst(calls, call_us)
     burst.sample(Clocks)  # the first replay uploads the graph
     return burst
+
+
+def queued(contenders: Mapping[str, Sequence[Call]], pace: Pace) -> dict[str, Burst]:
+    """Bursts of calls that no graph captures, all of one kind.
+
+    They are led by calls untimed, or behind a wait where the host is slower than someone's GPU.
+    """
+    try:
+        return {name: QueuedBurst(calls, pace) for name, calls in contenders.items()}
+    except DeviceError:
+        found = {}
+        for name, calls in contenders.items():
+            call_us = min(event_us(calls[0]) for _ in range(3))
+            found[name] = StreamBurst(calls, call_us)
+        return found
 
 
 def rounds_of(bursts: Sequence[Burst], gpu_us: float) -> int:
@@ -197,13 +253,20 @@ def take_turns(
 
 
 def interleaved(
-    contenders: Mapping[str, Sequence[Call]], gpu_us: float = float("inf"), pace: Pace = BRISK
+    contenders: Mapping[str, Sequence[Call]],
+    gpu_us: float = float("inf"),
+    pace: Pace = BRISK,
+    captured: bool = True,
 ) -> dict[str, Times]:
     """Times of each contender, all measured in turn; at most about `gpu_us` of GPU time each.
 
     A contender is one call per set of rotating inputs; its graph goes over them again and again.
+    Calls that are not `captured`, as those of autograd, are queued one by one.
     """
     card = torch.cuda.get_device_properties(torch.cuda.current_device())
     telemetry = Telemetry(str(card.uuid))
-    bursts = {name: burst_of(calls, pace) for name, calls in contenders.items()}
+    if captured:
+        bursts = {name: burst_of(calls, pace) for name, calls in contenders.items()}
+    else:
+        bursts = queued(contenders, pace)
     return take_turns(bursts, rounds_of(list(bursts.values()), gpu_us), telemetry.clocks)

@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from autoflash.accuracy import Budget, Verdict
+from autoflash.accuracy import Verdict, budget_of
 from autoflash.check import picked, sample_rows
 from autoflash.decision import paired_interval, quantiles
 from autoflash.gauges import Gauged
 from autoflash.gpu import Gpu
+from autoflash.gradients import Gradients
 from autoflash.inputs import Inputs, lengths_of, make_inputs
-from autoflash.peers.contender import Contender, Maker, Unavailable, told
+from autoflash.kernel import Result
+from autoflash.peers.contender import Contender, Maker, told
 from autoflash.problem import Problem
 from autoflash.roofline import cache_bytes, floor, visible_pairs
-from autoflash.runtime.problem import CHOSEN
 from autoflash.turns import Call, Times, buffer_sets
 
 OURS = "autoflash"
@@ -100,8 +99,6 @@ def admitted(
     contenders, errors, imprecise, left_out = {}, {}, {}, {}
     for name, make in makers.items():
         try:
-            if name != OURS:
-                _refuse_what_adapters_lack(inputs[0].problem)
             made = make(inputs)
             out = made.out()
             for call in made.calls[1:]:
@@ -110,8 +107,8 @@ def admitted(
         except Exception as error:  # a peer may raise anything: it is named with it
             left_out[name] = told(error)
             continue
-        if not out.isfinite().all():
-            left_out[name] = "wrong: out is not finite"
+        if _not_finite(out):
+            left_out[name] = f"wrong: {_not_finite(out)} is not finite"
         elif not verdict.correct and name == OURS:
             left_out[name] = f"wrong: {verdict.reason}"
         else:
@@ -169,30 +166,25 @@ def _inputs(problem: Problem, gpu: Gpu, device: str) -> list[Inputs]:
     return [make_inputs(problem, seed, device, lengths, poison=False) for seed in range(sets)]
 
 
-def _refuse_what_adapters_lack(problem: Problem) -> None:
-    lacking = [*(["windows"] if problem.windowed else []), *problem.modifiers]
-    lacking += [{"mask": "custom mask"}.get(name, name) for name in problem.masks]
-    lacking += ["packed sequences"] if problem.varlen else []
-    lacking += ["prefill over pages"] if problem.paged and problem.op == "prefill" else []
-    lacking += ["chosen pages"] if problem.pages == CHOSEN else []
-    lacking += ["latent attention"] if problem.latent else []
-    if lacking:
-        raise Unavailable(f"the adapters of peers pass no {' and no '.join(lacking)}")
+def _not_finite(out: Result) -> str:
+    """What of a result is not finite anywhere, "" where all is."""
+    named = out._asdict() if isinstance(out, Gradients) else {"out": out}
+    return next((name for name, each in named.items() if not each.isfinite().all()), "")
 
 
-def _referee(inputs: Inputs) -> Callable[[torch.Tensor], Verdict]:
-    """Judges an output by the error budget: whole, or some rows of a large problem."""
+def _referee(inputs: Inputs) -> Callable[[Result], Verdict]:
+    """Judges a result by the error budget: whole, or some rows of a large problem."""
     problem = inputs.problem
     scores = visible_pairs(problem) * problem.num_heads
     if scores <= WHOLE_SCORES and cache_bytes(problem) <= WHOLE_BYTES:
-        whole = Budget(inputs)
+        whole = budget_of(inputs)
         return lambda out: whole.judge(out, None)
     rows = sample_rows(problem, seed=0)
-    budget = Budget(inputs, rows=rows)
+    budget = budget_of(inputs, rows)
 
-    def judge(out: torch.Tensor) -> Verdict:
-        if not out.isfinite().all():
-            return Verdict("out is not finite", math.inf, math.inf, 0.0)
+    def judge(out: Result) -> Verdict:
+        if _not_finite(out):
+            return Verdict(f"{_not_finite(out)} is not finite", math.inf, math.inf, 0.0)
         return budget.judge(picked(problem, out, None, rows)[0], None)
 
     return judge

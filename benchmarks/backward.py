@@ -12,7 +12,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,24 +20,21 @@ from typing import Any
 import torch
 from harness import arguments, geometric_mean, load_module, run_ahead, write_results
 from prefill import name_of, result_of
-from prefill_peers import PEERS
 
 from autoflash.accuracy import GradientBudget, Verdict
-from autoflash.bench import event_us
+from autoflash.errors import DeviceError
 from autoflash.gpu import detect
 from autoflash.gradients import Gradients
 from autoflash.inputs import Inputs, make_inputs
-from autoflash.peers import ours, peer_versions
+from autoflash.peers import backward, ours, peer_versions
 from autoflash.peers.contender import Maker, told
 from autoflash.problem import Problem
-from autoflash.records import Clocks
 from autoflash.roofline import floor
 from autoflash.telemetry import Telemetry
 from autoflash.turns import (
     STEADY,
     Call,
-    Pace,
-    ReadClocks,
+    QueuedBurst,
     Times,
     buffer_sets,
     rounds_of,
@@ -46,8 +43,7 @@ from autoflash.turns import (
 from autoflash.workload import load_workload
 
 WORKLOAD = Path(__file__).parent / "workloads" / "backward.yaml"
-# Who has a backward, and the layout in which its forward takes tensors as they are.
-LAYOUTS = {"cudnn": "bhsd", "flash": "bhsd", "flex_attention": "bhsd", "flash_attention_4": "bshd"}
+NAMES = ("cudnn", "flash", "flex_attention", "flash_attention_4")
 
 
 def main() -> None:
@@ -96,57 +92,16 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@dataclass(frozen=True)
-class Differentiated:
-    """A contender: one call for each set of inputs, which gives its gradients, in `layout`."""
-
-    calls: list[Call]
-    layout: str
-
-    def gradients(self, inputs: Inputs) -> Gradients:
-        """What the first call gives, in the layout of the inputs' problem."""
-        same = self.layout == inputs.problem.layout
-        return Gradients(*(t if same else t.transpose(1, 2) for t in self.calls[0]()))
-
-
-def makers_of(module: ModuleType) -> dict[str, Callable[[list[Inputs]], Differentiated]]:
+def makers_of(module: ModuleType) -> dict[str, Maker]:
     """Everyone who takes part, by name."""
-    peers = {
-        name: functools.partial(differentiated, PEERS[name], at) for name, at in LAYOUTS.items()
-    }
-    own = functools.partial(ours.prefill, module)
-    return {"autoflash": functools.partial(differentiated, own, None), **peers}
-
-
-def differentiated(make: Maker, layout: str | None, inputs: list[Inputs]) -> Differentiated:
-    """The backward of what `make` makes a contender's forward of; ours takes any layout."""
-    layout = layout or inputs[0].problem.layout
-    leaves = [leaves_of(one, layout) for one in inputs]
-    forward = make([one for one, _ in leaves])
-    calls = []
-    for number, (one, dout) in enumerate(leaves):
-        tensors, out = (one.q, one.k, one.v), forward.out(number)
-        calls.append(functools.partial(torch.autograd.grad, out, tensors, dout, retain_graph=True))
-    return Differentiated(calls, layout)
-
-
-def leaves_of(inputs: Inputs, layout: str) -> tuple[Inputs, torch.Tensor]:
-    """q, k and v as leaves that ask for gradients, contiguous in this layout; and `dout`."""
-    same = layout == inputs.problem.layout
-
-    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if same else tensor.transpose(1, 2).contiguous()
-
-    q, k, v = (laid_out(t).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    assert inputs.dout is not None
-    forward = replace(inputs.problem, op="prefill", layout=layout)
-    return Inputs(forward, q, k, v), laid_out(inputs.dout)
+    own = functools.partial(backward.differentiated, functools.partial(ours.prefill, module), None)
+    return {"autoflash": own, **{name: backward.PEERS[name] for name in NAMES}}
 
 
 def admitted(
     name: str,
     inputs: list[Inputs],
-    makers: Mapping[str, Callable[[list[Inputs]], Differentiated]],
+    makers: Mapping[str, Maker],
 ) -> tuple[dict[str, list[Call]], dict[str, str], dict[str, float]]:
     """Calls of those whose gradients are right; why others are left out; errors over the eager's.
 
@@ -157,7 +112,7 @@ def admitted(
     for contender, make in makers.items():
         try:
             made = make(inputs)
-            verdict = judge(made.gradients(inputs[0]))
+            verdict = judge(made.out())
         except Exception as error:  # a peer may raise anything: it is named with it
             left_out[contender] = told(error)
             continue
@@ -193,46 +148,13 @@ def _last_heads(problem: Problem, tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor[-1:].narrow(axis, tensor.shape[axis] - heads, heads)
 
 
-class QueuedBurst:
-    """Calls queued one by one, untimed first: autograd runs on the stream of the forward, which no
-    graph captures. The host stays ahead, or the burst is refused."""
-
-    regime = "stream"
-
-    def __init__(self, calls: Sequence[Call], pace: Pace) -> None:
-        self._calls = calls
-        call_us = min(event_us(call) for call in (list(calls) * 3)[:3])
-        self._lead, self._timed = (
-            max(1, round(us / call_us)) for us in (pace.lead_us, pace.timed_us)
-        )
-        self.turn_us = (self._lead + self._timed) * call_us
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        self._queue(self._timed)
-        host_us = 1e6 * (time.perf_counter() - started)
-        if host_us > 0.8 * self.turn_us:
-            raise SystemExit(f"error: the host queues a call in {host_us / self._timed:.0f} us")
-        torch.cuda.synchronize()
-
-    def _queue(self, launches: int) -> None:
-        for i in range(launches):
-            self._calls[i % len(self._calls)]()
-
-    def sample(self, clocks: ReadClocks) -> tuple[float, Clocks]:
-        self._queue(self._lead)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self._queue(self._timed)
-        end.record()
-        read = clocks()  # while the timed calls run
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self._timed, read
-
-
 def timed(calls: Mapping[str, Sequence[Call]], gpu_us: float) -> dict[str, Times]:
     """Times of each contender, all measured in turn; about `gpu_us` of GPU time each."""
     telemetry = Telemetry(str(torch.cuda.get_device_properties(0).uuid))
-    bursts = {name: QueuedBurst(each, STEADY) for name, each in calls.items()}
+    try:
+        bursts = {name: QueuedBurst(each, STEADY) for name, each in calls.items()}
+    except DeviceError as error:
+        raise SystemExit(f"error: {error}") from None
     return take_turns(bursts, rounds_of(list(bursts.values()), gpu_us), telemetry.clocks)
 
 

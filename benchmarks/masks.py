@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from harness import arguments, case_result, geometric_mean, load_module, tune, write_results
-from mask_peers import flex_attention
 from prefill import admitted, export_module
 
 from autoflash.decision import paired_interval
@@ -25,6 +24,7 @@ from autoflash.gpu import Gpu, detect
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.peers import ours, peer_versions
 from autoflash.peers.contender import Maker
+from autoflash.peers.flex import flex_attention
 from autoflash.problem import Problem, title
 from autoflash.roofline import floor
 from autoflash.turns import STEADY, Times, buffer_sets, interleaved

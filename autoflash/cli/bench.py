@@ -60,8 +60,9 @@ def bench(
     """Time the exported module beside other implementations, all in one interleaved run.
 
     Each peer is called as its users call it, and its output judged as ours is. One that is not
-    installed, or cannot do a problem, is named with the reason. `best_peer_ratio` is the best
-    peer's time over ours: above 1, ours is faster.
+    installed, or cannot do a problem, is named with the reason. A backward is that of autograd,
+    after a forward that is not timed. `best_peer_ratio` is the best peer's time over ours: above 1,
+    ours is faster.
     """
     if as_json and as_csv:
         raise typer.BadParameter("--json or --csv, not both")
@@ -80,9 +81,6 @@ def bench(
         if name not in known:
             raise typer.BadParameter(f"no peer is called {name}; known are {', '.join(known)}")
     problems = [each for each in load_workload(workload).problems if op in (None, each[0].op)]
-    if any(problem.op == "backward" for problem, _ in problems):
-        notice("backward problems are left out: no peer's gradients are timed here")
-        problems = [each for each in problems if each[0].op != "backward"]
     try:
         gpu = detect()
     except DeviceError:
@@ -90,10 +88,11 @@ def bench(
         notice(f"peers installed here: {', '.join(installed)}, and those of torch itself")
         raise
     ours = load_exported(module or _exported(db))
-    time_all = partial(interleaved, gpu_us=1e3 * gpu_ms, pace=STEADY)
     found: list[Versus] = []
     for problem, weight in problems:
         makers = makers_of(ours, problem, against)
+        captured = problem.op != "backward"
+        time_all = partial(interleaved, gpu_us=1e3 * gpu_ms, pace=STEADY, captured=captured)
         found.append(versus(problem, weight, gpu, makers, time_all, gauged))
         _tell_left_out(found[-1])
         if output:  # a peer that ends the process leaves what was done before
@@ -122,13 +121,14 @@ def makers_of(
     """Who takes part: the exported module and the peers that were asked for."""
     from functools import partial
 
-    from autoflash.peers import PEERS, Unavailable, ours
+    from autoflash.peers import PEERS, Unavailable, backward, ours
     from autoflash.versus import OURS
 
-    if problem.op == "prefill":
-        first = partial(ours.prefill, module)
-    else:
-        first = partial(ours.decode, module, ours.hints_of(problem))
+    first = {
+        "prefill": partial(ours.prefill, module),
+        "decode": partial(ours.decode, module, ours.hints_of(problem)),
+        "backward": partial(backward.differentiated, partial(ours.prefill, module), None),
+    }[problem.op]
     there = PEERS[problem.op]
 
     def absent(inputs: Any) -> Any:

@@ -2,13 +2,17 @@
 
 import importlib.metadata
 
-from autoflash.peers import decode, prefill
+from autoflash.peers import backward, decode, prefill
 from autoflash.peers.contender import Contender, Maker, Unavailable
 
 __all__ = ["PACKAGES", "PEERS", "Contender", "Maker", "Unavailable", "peer_versions"]
 
 # By op: each peer's name, and what makes a contender of it.
-PEERS: dict[str, dict[str, Maker]] = {"prefill": prefill.PEERS, "decode": decode.PEERS}
+PEERS: dict[str, dict[str, Maker]] = {
+    "prefill": prefill.PEERS,
+    "decode": decode.PEERS,
+    "backward": backward.PEERS,
+}
 # What the peers are installed from; the others come with torch.
 PACKAGES = (
     *("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cutlass-dsl"),

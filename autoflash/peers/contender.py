@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from autoflash.inputs import Inputs
 from autoflash.turns import Call
@@ -17,13 +16,14 @@ class Unavailable(Exception):
 class Contender:
     """One call for each set of inputs; `shape` makes of its result an `out` as our kernels give it.
 
-    That is (batch, seqlen_q, num_heads, head_dim_v) in decode, the problem's layout in prefill.
+    That is (batch, seqlen_q, num_heads, head_dim_v) in decode, the problem's layout in prefill. Of
+    a backward it is Gradients in that layout.
     """
 
     calls: list[Call]
-    shape: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
+    shape: Callable[[Any], Any] = lambda out: out
 
-    def out(self, number: int = 0) -> torch.Tensor:
+    def out(self, number: int = 0) -> Any:
         return self.shape(self.calls[number]())
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoflash.inputs import Inputs
+from autoflash.peers.abilities import flash_arguments, one_slope_a_head, refuse, rounded_sinks
 from autoflash.peers.caches import (
     by_sequence,
     lengths_of,
@@ -29,11 +30,17 @@ FLASHINFER_LAYOUTS = {"nhd": "NHD", "hnd": "HND"}
 # vLLM's Triton kernel splits sequences where fewer of them than this, over KV heads, are in a batch
 VLLM_SMALL_BATCH = 128
 VLLM_SEGMENTS = 16
+UNPASSED = ("chosen", "latent")  # what most may have, and no adapter uses
 
 
 def sdpa(backend: SDPBackend, inputs: list[Inputs]) -> Contender:
-    """torch's scaled_dot_product_attention, held to one backend, of a contiguous cache."""
+    """torch's scaled_dot_product_attention, held to one backend, of a contiguous cache.
+
+    A bias is its mask.
+    """
     p = inputs[0].problem
+    has = () if backend == SDPBackend.FLASH_ATTENTION else ("bias",)
+    refuse(p, has=has, unpassed=UNPASSED)
     if p.paged:
         raise Unavailable("it reads no pages")
     if p.lengths != "equal":
@@ -43,14 +50,18 @@ def sdpa(backend: SDPBackend, inputs: list[Inputs]) -> Contender:
     if p.quantised:
         raise Unavailable(f"it reads no {p.kv_dtype} cache")
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=p.group_size > 1)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, enable_gqa=p.group_size > 1
+            )
 
     calls = []
     for one in inputs:
         heads_first = (t if p.kv_layout == "hnd" else t.transpose(1, 2) for t in (one.k, one.v))
-        calls.append(functools.partial(call, one.q.transpose(1, 2), *heads_first))
+        calls.append(functools.partial(call, one.q.transpose(1, 2), *heads_first, one.bias))
     return Contender(calls, lambda out: out.transpose(1, 2))
 
 
@@ -59,6 +70,7 @@ def flashinfer(inputs: list[Inputs]) -> Contender:
     import flashinfer  # pyright: ignore[reportMissingImports]
 
     p = inputs[0].problem
+    refuse(p, has=("window", "softcap"), unpassed=UNPASSED)
     if p.kv_dtype == "int8":
         raise Unavailable("it reads no int8 cache")
     calls = []
@@ -75,17 +87,19 @@ def flashinfer(inputs: list[Inputs]) -> Contender:
         }
         workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=one.q.device)
         heads = (p.num_heads, p.num_kv_heads, p.head_dim)
-        types = {"q_data_type": one.q.dtype, "kv_data_type": k.dtype}
+        more: dict[str, Any] = {"q_data_type": one.q.dtype, "kv_data_type": k.dtype}
+        more |= {"window_left": p.window_left} if p.windowed else {}
+        more |= {"logits_soft_cap": one.softcap} if p.softcap else {}
         layout = FLASHINFER_LAYOUTS[p.kv_layout]
         if p.seqlen_q == 1:
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, layout, use_tensor_cores=p.group_size > 1
             )
-            wrapper.plan(*pages.values(), *heads, page_size, **types)
+            wrapper.plan(*pages.values(), *heads, page_size, **more)
         else:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, layout)
             queries = starts(torch.full_like(used, p.seqlen_q))
-            wrapper.plan(queries, *pages.values(), *heads, page_size, causal=True, **types)
+            wrapper.plan(queries, *pages.values(), *heads, page_size, causal=True, **more)
         calls.append(functools.partial(wrapper.run, tokens(one), (k, v), **numbers(one)))
     return Contender(calls, functools.partial(by_sequence, p.batch))
 
@@ -95,6 +109,7 @@ def flash_attention_2(inputs: list[Inputs]) -> Contender:
     from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
     p = inputs[0].problem
+    refuse(p, has=("window", "softcap", "alibi"), unpassed=UNPASSED)
     if p.quantised:
         raise Unavailable(f"it reads no {p.kv_dtype} cache")
     if p.page_size % FLASH_2_PAGE:
@@ -108,6 +123,7 @@ def flash_attention_2(inputs: list[Inputs]) -> Contender:
             cache_seqlens=one.cache_seqlens,
             block_table=one.block_table,
             causal=True,
+            **flash_arguments(one, alibi_slopes=one.alibi_slopes),
         )
         for one in inputs
     ]
@@ -117,13 +133,15 @@ def flash_attention_2(inputs: list[Inputs]) -> Contender:
 def flash_attention_3(inputs: list[Inputs]) -> Contender:
     """FlashAttention-3's varlen call over a paged cache, as vLLM ships it.
 
-    Over a cache in fp8 its queries are fp8 too: they are rounded before the call, as vLLM does.
+    Over a cache in fp8 its queries are fp8 too: they are rounded before the call, as vLLM does. So
+    are sinks to bf16, the only ones that it has.
     """
     from vllm.vllm_flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingImports]
         flash_attn_varlen_func,
     )
 
     p = inputs[0].problem
+    refuse(p, has=("window", "softcap", "sinks"), unpassed=UNPASSED)
     if p.kv_dtype == "int8":
         raise Unavailable("it reads no int8 cache")
     calls = []
@@ -149,6 +167,7 @@ def flash_attention_3(inputs: list[Inputs]) -> Contender:
                 causal=True,
                 fa_version=3,
                 **descales,
+                **flash_arguments(one, s_aux=rounded_sinks(one)),
             )
         )
     return Contender(calls, functools.partial(by_sequence, p.batch))
@@ -161,6 +180,7 @@ def flash_attention_4(inputs: list[Inputs]) -> Contender:
     )
 
     p = inputs[0].problem
+    refuse(p, has=("window", "softcap", "sinks"), unpassed=(*UNPASSED, "alibi", "bias", "mask"))
     if p.quantised:
         raise Unavailable(f"it reads no {p.kv_dtype} cache")
     calls = []
@@ -176,6 +196,7 @@ def flash_attention_4(inputs: list[Inputs]) -> Contender:
                 seqused_k=one.cache_seqlens,
                 page_table=table,
                 causal=True,
+                **flash_arguments(one, learnable_sink=one.sinks),
             )
         )
 
@@ -192,6 +213,7 @@ def vllm_triton(inputs: list[Inputs]) -> Contender:
     )
 
     p = inputs[0].problem
+    refuse(p, has=("window", "softcap", "sinks", "alibi"), unpassed=UNPASSED)
     if p.kv_dtype == "int8":
         raise Unavailable("its int8 caches keep scales beside each head's values")
     if p.kv_scales == "head":
@@ -201,6 +223,8 @@ def vllm_triton(inputs: list[Inputs]) -> Contender:
     for one in inputs:
         k, v, table = paged(one)
         out = torch.empty_like(tokens(one))
+        beside = {"sinks": one.sinks} if p.sinks else {}
+        beside |= {"alibi_slopes": one_slope_a_head(one)} if p.alibi else {}
         call = functools.partial(
             unified_attention,
             q=tokens(one),
@@ -213,13 +237,14 @@ def vllm_triton(inputs: list[Inputs]) -> Contender:
             max_seqlen_k=p.seqlen_k,
             softmax_scale=p.head_dim**-0.5,
             causal=True,
-            window_size=(-1, -1),
+            window_size=p.window if p.windowed else (-1, -1),
             block_table=table,
-            softcap=0.0,
+            softcap=one.softcap,
             q_descale=None,
             k_descale=scale_of(one, "k") if p.quantised else None,
             v_descale=scale_of(one, "v") if p.quantised else None,
             **segments,
+            **beside,
         )
         calls.append(functools.partial(result_in, out, call))
     return Contender(calls, functools.partial(by_sequence, p.batch))

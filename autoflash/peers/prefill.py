@@ -2,129 +2,162 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoflash.inputs import Inputs
+from autoflash.peers.abilities import flash_arguments, refuse, rounded_sinks
+from autoflash.peers.caches import tokens_first
 from autoflash.peers.contender import Contender, Maker, Unavailable
+from autoflash.peers.flex import flex_attention
+from autoflash.peers.layouts import (
+    Tensors,
+    from_layout,
+    from_packed,
+    in_layout,
+    packed,
+    packed_queries,
+)
 from autoflash.problem import Problem
 
 FLASHINFER_WORKSPACE = 256 * 2**20
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def in_layout(one: Inputs, layout: str) -> Tensors:
-    """q, k, v in the layout that a contender wants, contiguous."""
-    tensors = (one.q, one.k, one.v)
-    if layout == one.problem.layout:
-        return tensors
-    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
-    return q, k, v
-
-
-def from_layout(problem: Problem, layout: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What brings an `out` in `layout` to the problem's."""
-    return (lambda out: out) if layout == problem.layout else (lambda out: out.transpose(1, 2))
-
 
 def sdpa(backend: SDPBackend, inputs: list[Inputs]) -> Contender:
-    """torch's scaled_dot_product_attention, held to one backend."""
+    """torch's scaled_dot_product_attention, held to one backend; causal stands in a bias's mask."""
     p = inputs[0].problem
-    if p.causal and p.seqlen_q != p.seqlen_k:
+    has = () if backend == SDPBackend.FLASH_ATTENTION else ("bias",)
+    refuse(p, has=has, unpassed=("packed", "deterministic"))
+    if p.causal and p.seqlen_q != p.seqlen_k and not p.bias:
         raise Unavailable("its causal mask is aligned top-left")
 
-    def call(tensors: Tensors) -> torch.Tensor:
+    def call(tensors: Tensors, mask: torch.Tensor | None) -> torch.Tensor:
+        causal = p.causal and mask is None  # torch takes one of both
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
-                *tensors, is_causal=p.causal, enable_gqa=p.group_size > 1
+                *tensors, attn_mask=mask, is_causal=causal, enable_gqa=p.group_size > 1
             )
 
-    calls = [functools.partial(call, in_layout(one, "bhsd")) for one in inputs]
+    calls = [functools.partial(call, in_layout(one, "bhsd"), mask_of(one)) for one in inputs]
     return Contender(list(calls), from_layout(p, "bhsd"))
 
 
-def flex_attention(inputs: list[Inputs]) -> Contender:
-    """torch's FlexAttention, compiled for these very shapes, causal by a BlockMask."""
-    import torch._inductor.config
-    from torch.nn.attention.flex_attention import create_block_mask
-    from torch.nn.attention.flex_attention import flex_attention as flex
-
-    p = inputs[0].problem
-    torch._dynamo.reset()  # or the ninth shape would run uncompiled
-    torch._inductor.config.compile_threads = 1  # one kernel needs no pool of processes
-    compiled = torch.compile(flex, dynamic=False)
-    offset = p.seqlen_k - p.seqlen_q
-    block_mask = None
-    if p.causal:
-        block_mask = create_block_mask(
-            lambda b, h, i, j: j <= i + offset,
-            None,
-            None,
-            p.seqlen_q,
-            p.seqlen_k,
-            device=inputs[0].q.device,
-        )
-    call = functools.partial(compiled, block_mask=block_mask, enable_gqa=p.group_size > 1)
-    calls = [functools.partial(call, *in_layout(one, "bhsd")) for one in inputs]
-    return Contender(list(calls), from_layout(p, "bhsd"))
+def mask_of(one: Inputs) -> torch.Tensor | None:
+    """The bias of the inputs, -inf where a causal mask hides; None without a bias."""
+    p = one.problem
+    if one.bias is None or not p.causal:
+        return one.bias
+    seen = torch.ones(p.seqlen_q, p.seqlen_k, dtype=torch.bool, device=one.q.device)
+    return one.bias.masked_fill(~seen.tril(p.seqlen_k - p.seqlen_q), float("-inf"))
 
 
 def flash_attention_3(inputs: list[Inputs]) -> Contender:
-    """FlashAttention-3's varlen call, as vLLM ships it."""
+    """FlashAttention-3's varlen call, as vLLM ships it, which has no backward.
+
+    Its sinks are bf16: others are rounded before the call.
+    """
     from vllm.vllm_flash_attn.flash_attn_interface import (  # pyright: ignore[reportMissingImports]
         flash_attn_varlen_func,
     )
 
     p = inputs[0].problem
-    numbers = torch.arange(p.batch + 1, dtype=torch.int32, device=inputs[0].q.device)
-    starts_q, starts_k = numbers * p.seqlen_q, numbers * p.seqlen_k
-
-    def call(tensors: Tensors) -> torch.Tensor:
-        q, k, v = (tensor.flatten(0, 1) for tensor in tensors)
-        out = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            max_seqlen_q=p.seqlen_q,
-            cu_seqlens_q=starts_q,
-            max_seqlen_k=p.seqlen_k,
-            cu_seqlens_k=starts_k,
-            causal=p.causal,
-            fa_version=3,
+    refuse(p, has=("window", "right", "softcap", "sinks", "packed", "pages"))
+    calls = []
+    for one in inputs:
+        if p.paged:
+            tensors, starts_q = over_pages(one)
+            keys = {"seqused_k": one.cache_seqlens, "block_table": one.block_table}
+        else:
+            tensors, starts_q, starts_k = packed(one)
+            keys = {"cu_seqlens_k": starts_k}
+        calls.append(
+            functools.partial(
+                flash_attn_varlen_func,
+                *tensors,
+                max_seqlen_q=p.seqlen_q,
+                cu_seqlens_q=starts_q,
+                max_seqlen_k=p.seqlen_k,
+                causal=p.causal,
+                fa_version=3,
+                **keys,
+                **flash_arguments(one, s_aux=rounded_sinks(one)),
+            )
         )
-        return out.unflatten(0, (p.batch, p.seqlen_q))
-
-    calls = [functools.partial(call, in_layout(one, "bshd")) for one in inputs]
-    return Contender(list(calls), from_layout(p, "bshd"))
+    return Contender(calls, from_packed(p))
 
 
 def flash_attention_4(inputs: list[Inputs]) -> Contender:
     """flash-attn-4's CuTe kernels."""
-    from flash_attn.cute.interface import (  # pyright: ignore[reportMissingImports]
-        flash_attn_func,
-    )
+    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
 
     p = inputs[0].problem
+    passed = ("window", "right", "softcap", "sinks", "packed", "pages")
+    left = ("alibi", "bias", "blocks", "documents", "prefix", "mask", "deterministic")
+    refuse(p, has=passed, unpassed=left)
 
-    def call(tensors: Tensors) -> torch.Tensor:
-        out, _ = flash_attn_func(*tensors, causal=p.causal)
+    def call(tensors: Tensors, **beside: Any) -> torch.Tensor:
+        dense = not (p.varlen or p.paged)
+        attend = interface.flash_attn_func if dense else interface.flash_attn_varlen_func
+        out, _ = attend(*tensors, causal=p.causal, **beside)
         return out
 
-    calls = [functools.partial(call, in_layout(one, "bshd")) for one in inputs]
-    return Contender(list(calls), from_layout(p, "bshd"))
+    calls = []
+    for one in inputs:
+        beside = flash_arguments(one, None, learnable_sink=one.sinks)
+        if p.paged:
+            tensors, starts_q = over_pages(one)
+            beside |= {"cu_seqlens_q": starts_q, "max_seqlen_q": p.seqlen_q}
+            beside |= {"seqused_k": one.cache_seqlens, "page_table": one.block_table}
+        else:
+            tensors, beside = in_flash_layout(one), beside | starts_of(one)
+        calls.append(functools.partial(call, tensors, **beside))
+    return Contender(calls, from_packed(p) if p.paged else from_flash_layout(p))
+
+
+def over_pages(one: Inputs) -> tuple[Tensors, torch.Tensor]:
+    """Queries packed, the caches of K and V tokens first; and where each one's queries begin."""
+    q, starts_q = packed_queries(one)
+    k, v = (tokens_first(cache, one.problem.kv_layout) for cache in (one.k, one.v))
+    return (q, k, v), starts_q
 
 
 def flash_attention_2(inputs: list[Inputs]) -> Contender:
     """FlashAttention-2's call."""
-    from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+    from flash_attn import (  # pyright: ignore[reportMissingImports]
+        flash_attn_func,
+        flash_attn_varlen_func,
+    )
 
     p = inputs[0].problem
-    call = functools.partial(flash_attn_func, causal=p.causal)
-    calls = [functools.partial(call, *in_layout(one, "bshd")) for one in inputs]
-    return Contender(list(calls), from_layout(p, "bshd"))
+    passed = ("window", "right", "softcap", "alibi", "packed")
+    refuse(p, has=passed, unpassed=("pages", "deterministic"))
+    calls = []
+    for one in inputs:
+        attend = flash_attn_varlen_func if p.varlen else flash_attn_func
+        beside = flash_arguments(one, alibi_slopes=one.alibi_slopes) | starts_of(one)
+        calls.append(functools.partial(attend, *in_flash_layout(one), causal=p.causal, **beside))
+    return Contender(calls, from_flash_layout(p))
+
+
+def in_flash_layout(one: Inputs) -> Tensors:
+    """Packed, or bshd."""
+    return packed(one)[0] if one.problem.varlen else in_layout(one, "bshd")
+
+
+def from_flash_layout(problem: Problem) -> Callable[[torch.Tensor], torch.Tensor]:
+    return from_packed(problem) if problem.varlen else from_layout(problem, "bshd")
+
+
+def starts_of(one: Inputs) -> dict[str, Any]:
+    """Where packed sequences begin, as both calls of FlashAttention take it."""
+    p = one.problem
+    if not p.varlen:
+        return {}
+    starts = {"cu_seqlens_q": one.cu_seqlens_q, "cu_seqlens_k": one.cu_seqlens_k}
+    return {**starts, "max_seqlen_q": p.seqlen_q, "max_seqlen_k": p.seqlen_k}
 
 
 def flashinfer(inputs: list[Inputs]) -> Contender:
@@ -132,18 +165,19 @@ def flashinfer(inputs: list[Inputs]) -> Contender:
     import flashinfer  # pyright: ignore[reportMissingImports]
 
     p = inputs[0].problem
-    numbers = torch.arange(p.batch + 1, dtype=torch.int32, device=inputs[0].q.device)
+    refuse(p, has=("window", "softcap", "packed"), unpassed=("pages", "mask"))
     heads = (p.num_heads, p.num_kv_heads, p.head_dim)
     calls = []
     for one in inputs:
+        tensors, *starts = packed(one)
+        beside: dict[str, Any] = {"window_left": p.window_left} if p.windowed else {}
+        beside |= {"logits_soft_cap": one.softcap} if p.softcap else {}
+        beside |= {"head_dim_vo": p.head_dim_v} if p.head_dim_v != p.head_dim else {}
         workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=one.q.device)
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        starts = (numbers * p.seqlen_q, numbers * p.seqlen_k)
-        wrapper.plan(*starts, *heads, causal=p.causal, q_data_type=one.q.dtype)
-        tokens = (tensor.flatten(0, 1) for tensor in in_layout(one, "bshd"))
-        calls.append(functools.partial(wrapper.run, *tokens))
-    to_problem = from_layout(p, "bshd")
-    return Contender(calls, lambda out: to_problem(out.unflatten(0, (p.batch, p.seqlen_q))))
+        wrapper.plan(*starts, *heads, causal=p.causal, q_data_type=one.q.dtype, **beside)
+        calls.append(functools.partial(wrapper.run, *tensors))
+    return Contender(calls, from_packed(p))
 
 
 def xformers(inputs: list[Inputs]) -> Contender:
@@ -154,6 +188,7 @@ def xformers(inputs: list[Inputs]) -> Contender:
     )
 
     p = inputs[0].problem
+    refuse(p, unpassed=("window", "right", "bias", "packed", "documents", "pages"))
     mask = LowerTriangularFromBottomRightMask() if p.causal else None
     calls = []
     for one in inputs:

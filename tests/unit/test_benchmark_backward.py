@@ -10,6 +10,7 @@ import pytest
 import torch.nn.functional as F
 
 from autoflash.inputs import make_inputs
+from autoflash.peers.backward import differentiated
 from autoflash.peers.contender import Contender
 from autoflash.problem import Problem
 from autoflash.workload import load_workload
@@ -54,21 +55,21 @@ def test_the_cases_are_the_grid_of_16384_tokens_with_their_prefills():
 def test_gradients_are_judged_in_the_layout_of_the_problem(backward, layout, of_problem):
     inputs = [make_inputs(replace(PROBLEM, layout=of_problem), seed) for seed in (0, 1)]
     make = functools.partial(peer, layout=layout)
-    made = backward.differentiated(make, layout, inputs)
+    made = differentiated(make, layout, inputs)
     assert len(made.calls) == 2
     judge = backward.referee(inputs[0])
-    verdict = judge(made.gradients(inputs[0]))
+    verdict = judge(made.out())
     assert verdict.correct, verdict.reason
-    other = backward.differentiated(make, layout, inputs[1:])
-    assert not judge(other.gradients(inputs[0])).correct  # of other inputs
+    other = differentiated(make, layout, inputs[1:])
+    assert not judge(other.out()).correct  # of other inputs
 
 
 def test_who_is_wrong_or_raises_is_left_out_with_the_reason_and_is_not_timed(backward):
     def absent(inputs):
         raise ImportError("no such peer\nat all")
 
-    made = functools.partial(backward.differentiated, peer, "bhsd")
-    wrong = functools.partial(backward.differentiated, functools.partial(peer, factor=1.5), "bhsd")
+    made = functools.partial(differentiated, peer, "bhsd")
+    wrong = functools.partial(differentiated, functools.partial(peer, factor=1.5), "bhsd")
     inputs = [make_inputs(PROBLEM)]
     makers = {"autoflash": made, "wrong": wrong, "absent": absent}
     calls, left_out, errors = backward.admitted("case", inputs, makers)
@@ -81,7 +82,7 @@ def test_who_is_wrong_or_raises_is_left_out_with_the_reason_and_is_not_timed(bac
 
 def test_a_gradient_that_is_not_finite_anywhere_is_seen(backward):
     inputs = [make_inputs(PROBLEM)]
-    gradients = backward.differentiated(peer, "bhsd", inputs).gradients(inputs[0])
+    gradients = differentiated(peer, "bhsd", inputs).out()
     gradients.dk[0, 0, 0, 0] = float("nan")  # not of the heads that are compared
     assert backward.referee(inputs[0])(gradients).reason == "a gradient is not finite"
 

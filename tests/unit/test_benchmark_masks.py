@@ -45,7 +45,7 @@ def small(problem: Problem) -> Problem:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: " ".join(p.switches))
 def test_flex_attention_is_given_the_mask_of_the_problem(monkeypatch, problem):
-    peers = importlib.import_module("mask_peers")
+    peers = importlib.import_module("autoflash.peers.flex")
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     exact = replace(small(problem), dtype="fp32", kv_dtype="fp32", out_dtype="fp32")
@@ -69,7 +69,7 @@ def test_flex_attention_is_given_the_mask_of_the_problem(monkeypatch, problem):
 
 
 def test_a_custom_mask_that_nobody_wrote_for_it_leaves_it_out():
-    peers = importlib.import_module("mask_peers")
+    peers = importlib.import_module("autoflash.peers.flex")
     inputs = make_inputs(replace(small(PROBLEMS[1]), mask="h == 1"), poison=False)
     with pytest.raises(Unavailable, match="nobody wrote h == 1 for it"):
         peers.flex_attention([inputs])

@@ -72,6 +72,7 @@ def libraries(monkeypatch):
     held = {
         "flash_attn": {
             "flash_attn_func": flash_attn_func,
+            "flash_attn_varlen_func": None,
             "flash_attn_with_kvcache": flash_attn_with_kvcache,
         },
         "flashinfer": {"BatchPrefillWithRaggedKVCacheWrapper": Ragged},

@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
 
 from autoflash import turns
 from autoflash.errors import DeviceError
@@ -66,3 +67,39 @@ def test_a_turn_is_many_short_calls_or_a_few_long_ones():
     assert turns.launches_of(0.0) == turns.MOST_LAUNCHES
     assert turns.replays_of(turns.STEADY.timed_us, 100 * 80.0) == 3
     assert turns.replays_of(turns.STEADY.timed_us, 90_000.0) == 1
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_calls_that_no_graph_captures_are_timed_alike(monkeypatch, behind):
+    """Behind a wait, all of them, where the host does not stay ahead of one."""
+
+    def queued(calls, pace):
+        if behind and calls == ["b"]:
+            raise DeviceError("the host queues a call in 30 us")
+        return "queued", calls
+
+    monkeypatch.setattr(turns, "QueuedBurst", queued)
+    monkeypatch.setattr(turns, "StreamBurst", lambda calls, us: ("waits", calls))
+    monkeypatch.setattr(turns, "event_us", lambda call: 10.0)
+    found = turns.queued({"a": ["a"], "b": ["b"]}, turns.STEADY)
+    kind = "waits" if behind else "queued"
+    assert found == {"a": (kind, ["a"]), "b": (kind, ["b"])}
+
+
+@pytest.mark.parametrize(("host_us", "ahead"), [(1e-6, True), (90.0, False)])
+def test_a_burst_is_queued_by_a_host_that_stays_ahead(monkeypatch, host_us, ahead):
+    clock, made = [0.0], []
+
+    def call():
+        made.append(0)
+        clock[0] += host_us / 1e6
+
+    monkeypatch.setattr(turns, "event_us", lambda call: 100.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
+    pace = turns.Pace(1000.0, 500.0)
+    if ahead:
+        assert turns.QueuedBurst([call], pace).turn_us == 1500.0 and len(made) == 5
+    else:
+        with pytest.raises(DeviceError, match="the host queues a call in 90 us"):
+            turns.QueuedBurst([call], pace)

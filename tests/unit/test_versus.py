@@ -7,7 +7,8 @@ from functools import partial
 from types import ModuleType
 
 import pytest
-from making import H200, decode_of, prefill_of
+import torch.nn.functional as F
+from making import H200, backward_of, decode_of, prefill_of
 from typer.testing import CliRunner
 
 from autoflash import gauges
@@ -15,7 +16,9 @@ from autoflash.cli import app
 from autoflash.cli.bench import load_exported, makers_of
 from autoflash.errors import AutoflashError, DeviceError, WorkloadError
 from autoflash.gauges import Gauged
+from autoflash.gradients import eager_gradients
 from autoflash.inputs import make_inputs
+from autoflash.peers import PEERS
 from autoflash.peers.contender import Contender, Unavailable
 from autoflash.reference import eager
 from autoflash.report import read_results
@@ -125,11 +128,49 @@ def test_of_a_large_output_rows_are_judged_and_all_of_it_must_be_finite(monkeypa
     assert one.left_out == {"hole": "wrong: out is not finite"}
 
 
-def test_peers_are_given_no_problem_that_their_adapters_would_get_wrong():
+def test_on_modified_problems_each_peer_has_a_reason_of_its_own():
     windowed = prefill_of(seqlen_q=32, seqlen_k=32, window_left=4, softcap=True)
-    one = compared(windowed)
-    reason = "the adapters of peers pass no windows and no softcap"
-    assert one.left_out == {"one": reason, "other": reason} and set(one.figures) == {"autoflash"}
+    makers = {"autoflash": right, "math": PEERS["prefill"]["math"], "one": right}
+    one = compared(windowed, makers)
+    assert one.left_out == {"math": "it has no windows and no softcap"}
+    assert set(one.figures) == {"autoflash", "one"} and one.ratio == pytest.approx(1.2)
+
+
+def prefill(*tensors, causal, layout):
+    """A module's prefill that has gradients."""
+    q, k, v = tensors if layout == "bhsd" else (each.transpose(1, 2) for each in tensors)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return out if layout == "bhsd" else out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["whole", "rows"])
+def test_gradients_are_judged_and_timed_beside_those_of_peers(monkeypatch, sampled):
+    if sampled:
+        monkeypatch.setattr("autoflash.versus.WHOLE_SCORES", 1)
+
+    def wrong(inputs):
+        made = PEERS["backward"]["math"](inputs)
+        return Contender([lambda: [2 * each for each in made.calls[0]()]], made.shape)
+
+    def hole(inputs):
+        made = PEERS["backward"]["math"](inputs)
+        dq, dk, dv = made.calls[0]()
+        dk[0, 0, 0, 0] = float("nan")
+        return Contender([lambda: (dq, dk, dv)], made.shape)
+
+    problem = backward_of(batch=2, seqlen_q=32, seqlen_k=32, head_dim=32)
+    makers = makers_of(module_of(prefill), problem, ["math", "flashinfer"])
+    makers |= {"wrong": wrong, "hole": hole}
+    one = compared(problem, makers, math=12.0, wrong=1.0)
+    assert one.left_out == {
+        "flashinfer": "it has no adapter for backward",
+        "hole": "wrong: dk is not finite",
+    }
+    assert set(one.figures) == {"autoflash", "math", "wrong"} and set(one.imprecise) == {"wrong"}
+    assert (one.best_peer, one.ratio) == ("math", pytest.approx(1.2))
+    assert one.imprecise["wrong"].startswith("dq is off by")
+    case = case_of(one, H200)
+    assert set(case["peers"]) == {"math"} and case["figures"]["autoflash"]["tflops"] > 0
 
 
 def test_every_set_of_inputs_has_the_same_lengths():
@@ -210,11 +251,11 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.setattr("autoflash.versus.make_inputs", lambda p, *_, **__: make_inputs(p))
     monkeypatch.setattr("autoflash.peers.ours.prefill", lambda module, inputs: right(inputs))
     monkeypatch.setattr("autoflash.peers.ours.decode", lambda module, hints, inputs: right(inputs))
-    for op in ("prefill", "decode"):
+    for op in ("prefill", "decode", "backward"):
         monkeypatch.setitem(sys.modules["autoflash.peers"].PEERS, op, {"one": right, "b": missing})
     monkeypatch.setattr(
         "autoflash.turns.interleaved",
-        lambda calls, gpu_us, pace: timed(autoflash=10.0, one=12.0)(calls),
+        lambda calls, gpu_us, pace, captured: timed(autoflash=10.0, one=12.0)(calls),
     )
     monkeypatch.setattr("autoflash.gauges.gauged", costs)
 
@@ -254,6 +295,30 @@ def test_the_results_file_is_one_that_the_report_reads(bench, tmp_path):
     assert (len(beside), incomplete) == (2, 0) and beside[0].ratio == pytest.approx(1.2)
     assert beside[0].problem == prefill_of(seqlen_q=32, seqlen_k=32)
     ET.fromstring(plot.read_text())
+
+
+def test_a_backward_is_timed_without_graphs(bench, monkeypatch, tmp_path):
+    def differentiated(make, layout, inputs):
+        return Contender([lambda: eager_gradients(inputs[0])])
+
+    told = []
+
+    def interleaved(calls, gpu_us, pace, captured):
+        told.append(captured)
+        return timed(autoflash=10.0, one=12.0)(calls)
+
+    monkeypatch.setattr("autoflash.turns.interleaved", interleaved)
+    monkeypatch.setattr("autoflash.peers.backward.differentiated", differentiated)
+    makers = {"one": partial(differentiated, None, None)}
+    monkeypatch.setitem(sys.modules["autoflash.peers"].PEERS, "backward", makers)
+    (tmp_path / "w.yaml").write_text(
+        "model: {num_heads: 2, num_kv_heads: 2, head_dim: 32, dtype: bf16}\n"
+        "prefill: [{seqlen_q: 32, training: true}]\n"
+    )
+    result = bench()
+    assert result.exit_code == 0, result.output
+    assert told == [True, False]
+    assert "notice: backward: best peer / autoflash 1.200" in result.stderr
 
 
 def test_csv_has_plain_values(bench):

@@ -1,4 +1,4 @@
-"""FlexAttention under the masks of a problem, by a BlockMask that is made before it is timed."""
+"""FlexAttention under a problem's masks and modifiers, by a BlockMask that is made beforehand."""
 
 import functools
 from collections.abc import Callable
@@ -9,12 +9,15 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.nn.attention.flex_attention import flex_attention as flex
 
 from autoflash.inputs import Inputs
+from autoflash.peers.abilities import refuse
 from autoflash.peers.contender import Contender, Unavailable
-from autoflash.peers.prefill import from_layout, in_layout
+from autoflash.peers.layouts import from_layout, in_layout
 
 Rule = Callable[[Any, Any, Any, Any], Any]
 
-# The custom masks of benchmarks/workloads/masks.yaml, as functions of torch.
+HAS = ("window", "right", "softcap", "alibi", "bias", "sinks")
+HAS_MASKS = ("blocks", "documents", "prefix", "mask")
+# Custom masks as functions of torch: those of benchmarks/workloads/masks.yaml.
 RULES: dict[str, Rule] = {"(q_idx - kv_idx) % 4 < 3": lambda b, h, i, j: (i - j) % 4 < 3}
 
 
@@ -23,17 +26,19 @@ def flex_attention(inputs: list[Inputs]) -> Contender:
     import torch._inductor.config
 
     p = inputs[0].problem
+    refuse(p, has=HAS + HAS_MASKS, unpassed=("packed", "pages", "deterministic"))
     torch._dynamo.reset()  # or the ninth shape would run uncompiled
     torch._inductor.config.compile_threads = 1  # one kernel needs no pool of processes
     compiled = torch.compile(flex if inputs[0].sinks is None else with_sinks, dynamic=False)
     call = functools.partial(compiled, enable_gqa=p.group_size > 1)
+    shared = None if p.masks else block_mask_of(inputs[0])  # the same for every set of inputs
     calls = [
         functools.partial(
             call,
             *in_layout(one, "bhsd"),
             *([] if one.sinks is None else [one.sinks]),
-            score_mod=capped(one.softcap) if p.softcap else None,
-            block_mask=block_mask_of(one),
+            score_mod=changed(one),
+            block_mask=block_mask_of(one) if p.masks else shared,
         )
         for one in inputs
     ]
@@ -49,14 +54,33 @@ def with_sinks(
     return (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(q.dtype)
 
 
-def capped(softcap: float) -> Callable[..., Any]:
-    """A score as softcap leaves it."""
-    return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+def changed(one: Inputs) -> Callable[..., Any] | None:
+    """A score as softcap, slopes and a bias leave it, None where none of them does."""
+    p, softcap, slopes, bias = one.problem, one.softcap, one.alibi_slopes, one.bias
+    if not (p.softcap or p.alibi or p.bias):
+        return None
+    offset = p.seqlen_k - p.seqlen_q
+    if bias is not None:  # by strides: an axis of 1 is read at any index
+        bias = bias.expand(p.batch, p.num_heads, p.seqlen_q, p.seqlen_k)
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            score = score - slopes[b, h] * (i + offset - j).abs()
+        return score if bias is None else score + bias[b, h, i, j]
+
+    return score_mod
 
 
-def block_mask_of(one: Inputs) -> BlockMask:
-    """The mask of the inputs. Raises Unavailable for a custom one that stands in no table here."""
+def block_mask_of(one: Inputs) -> BlockMask | None:
+    """The mask of the inputs, None where all is seen.
+
+    Raises Unavailable for a custom one that stands in no table here.
+    """
     p, lists = one.problem, one.block_mask
+    if not (p.causal or p.windowed or p.masks):
+        return None
     if lists is not None:
         blocks = (lists.kv_num_blocks, lists.kv_indices)
         blocks += (lists.full_kv_num_blocks, lists.full_kv_indices)
