@@ -9,6 +9,7 @@ import pytest
 import torch
 from exported_calls import make_tensors
 from making import shipped_forwards
+from torch._dynamo.backends.common import aot_autograd
 
 from autoflash.export import export
 from autoflash.problem import Problem
@@ -314,7 +315,7 @@ def test_a_graph_keeps_of_a_call_what_is_no_default(module):
     def layer(q, k, v):
         return module.prefill(q, k, v, causal=True)
 
-    compiler = torch._dynamo.backends.common.aot_autograd(fw_compiler=backend)
+    compiler = aot_autograd(fw_compiler=backend)
     torch.compile(layer, fullgraph=True, backend=compiler)(*prefill_call())
     ((call,),) = graphs
     assert (len(call.args), call.args[3:], call.kwargs) == (4, (True,), {})
