@@ -46,10 +46,10 @@ APART = "\n\n\n"  # between the functions of a kernels' text
 KERNELS_FOLDER = "kernels"  # of a package
 MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
 
-MADE_BY = f"Made by autoflash {__version__};"
+MADE_BY = "Made by autoflash "
 DOCSTRING = '''"""Attention for the GPUs and shapes listed below: {functions}.
 
-{made_by} not for editing. Needs torch and triton.
+{made_by}{version}; not for editing. Needs torch and triton.
 {provenance}
 """
 '''
@@ -137,7 +137,7 @@ def write_module(module: Export, path: Path) -> Path:
 
 def _write_package(module: Export, folder: Path) -> Path:
     main = folder / "__init__.py"
-    if folder.exists() and not (main.is_file() and MADE_BY in main.read_text()):
+    if folder.exists() and not (main.is_file() and MADE_BY in main.read_text(errors="replace")):
         raise ExportError(f"{folder}: exists and is no package that `autoflash export` wrote")
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
         new = Path(made) / folder.name
@@ -216,6 +216,7 @@ def _head_text(winners: Sequence[Winner], rows: Sequence[ExportedProblem]) -> st
     docstring = DOCSTRING.format(
         functions="prefill(), decode(), append_kv() and merge()",
         made_by=MADE_BY,
+        version=__version__,
         provenance="\n".join([*_provenance(winners), *told, *unseen[1:]]),
     )
     public = f"__all__ = {list(PUBLIC)!r}\n\n".replace("'", '"')

@@ -57,6 +57,7 @@ def test_a_package_of_other_kernels_has_operators_of_its_own():
 
 def test_an_earlier_package_is_replaced_and_another_folder_is_left_alone(package, tmp_path):
     (package.parent / "kernels" / "left_over.py").write_text("")
+    package.write_text(package.read_text().replace("autoflash 0.1.0;", "autoflash 0.0.9;"))
     write_module(EXPORT, package.parent)
     assert not (package.parent / "kernels" / "left_over.py").exists()
     other = tmp_path / "mine"
