@@ -52,6 +52,8 @@ def problems(draw):
     rules = st.sampled_from(("", "q_idx >= kv_idx", "b == 0 or h % 3 < kv_idx // 16"))
     mask = draw(rules) if op == "prefill" else ""
     paged = op == "decode" or not (mask or masked_by or position == "bias")
+    pages = draw(st.sampled_from([name for name in PAGES if op == "decode" or name != CHOSEN]))
+    captured = op == "decode" and pages != CHOSEN
     return Problem(
         op=op,
         dtype=draw(dtypes),
@@ -65,13 +67,13 @@ def problems(draw):
         page_size=draw(st.integers(0, 512)) if paged and not dropout else 0,
         layout=draw(st.sampled_from(("bshd", "bhsd"))),
         kv_layout=draw(st.sampled_from(("nhd", "hnd"))),
-        lengths=draw(st.sampled_from(LENGTHS)),
+        lengths=draw(st.sampled_from([n for n in LENGTHS if captured or n != "captured"])),
         kv_dtype=kv_dtype,
         out_dtype=draw(dtypes),
         head_dim_v=draw(st.integers(1, 512)),
         deterministic=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
-        pages=draw(st.sampled_from([name for name in PAGES if op == "decode" or name != CHOSEN])),
+        pages=pages,
         window_left=draw(st.integers(-1, 2**40)) if windowed else -1,
         window_right=draw(st.integers(-1, 2**40)) if windowed else -1,
         mask=mask,
