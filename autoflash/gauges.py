@@ -12,8 +12,8 @@ from autoflash.turns import Call
 
 HOST_GROUPS, HOST_CALLS = 20, 10  # so few that the queue of launches is never full
 TAIL_CALLS = 1000  # fewer say nothing of a 99th percentile
-FEW_CALLS = 20  # where so many would take longer than the next
-TAIL_SECONDS = 3.0
+FEW_CALLS = 20  # where so many would take too long
+FEWEST_CALLS = 5  # however long one takes
 
 
 @dataclass(frozen=True)
@@ -33,42 +33,49 @@ class Gauged:
     temporary_bytes: int
 
 
-def gauged(contenders: Mapping[str, Sequence[Call]]) -> dict[str, Gauged]:
+def gauged(contenders: Mapping[str, Sequence[Call]], seconds: float = 3.0) -> dict[str, Gauged]:
     """The gauges of each contender's calls on the current GPU, which have been made before.
 
-    Launches are counted when no host's time is asked any more: a profiler may leave hooks behind,
-    which every later launch passes.
+    About twice so many seconds for each at most, but for calls of which few take longer. Launches
+    are counted when no host's time is asked any more: a profiler may leave hooks behind, which
+    every later launch passes.
     """
     timed: dict[str, tuple[float, float, float | None]] = {}
     for name, calls in contenders.items():
-        waited = _waited_us(calls)
+        waited = _waited_us(calls, seconds)
         tail = float(np.quantile(waited, 0.99)) if len(waited) >= TAIL_CALLS else None
-        timed[name] = _host_us(calls), float(np.median(waited)), tail
+        eager_us = float(np.median(waited))
+        timed[name] = _host_us(calls, _affordable(eager_us, seconds)), eager_us, tail
     return {
         name: Gauged(*timed[name], _launches(calls[0]), _temporary_bytes(calls[0]))
         for name, calls in contenders.items()
     }
 
 
-def _host_us(calls: Sequence[Call]) -> float:
+def _affordable(call_us: float, seconds: float) -> int:
+    return max(FEWEST_CALLS, int(1e6 * seconds / call_us))
+
+
+def _host_us(calls: Sequence[Call], affordable: int) -> float:
     """Microseconds until a call returns, the GPU still at work: the median of groups."""
+    each = min(HOST_CALLS, affordable // FEWEST_CALLS)
     groups = []
-    for _ in range(HOST_GROUPS):
+    for _ in range(min(HOST_GROUPS, affordable // each)):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for i in range(HOST_CALLS):
+        for i in range(each):
             calls[i % len(calls)]()
-        groups.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+        groups.append((time.perf_counter() - start) * 1e6 / each)
     torch.cuda.synchronize()
     return float(np.median(groups))
 
 
-def _waited_us(calls: Sequence[Call]) -> list[float]:
+def _waited_us(calls: Sequence[Call], seconds: float) -> list[float]:
     """Microseconds of each call until its result is there."""
-    samples = [_waited_once_us(calls, i) for i in range(FEW_CALLS)]
-    if TAIL_CALLS * float(np.median(samples)) > TAIL_SECONDS * 1e6:
-        return samples
-    return [*samples, *(_waited_once_us(calls, i) for i in range(FEW_CALLS, TAIL_CALLS))]
+    samples = [_waited_once_us(calls, i) for i in range(FEWEST_CALLS)]
+    affordable = _affordable(float(np.median(samples)), seconds)
+    wanted = TAIL_CALLS if affordable >= TAIL_CALLS else min(FEW_CALLS, affordable)
+    return [*samples, *(_waited_once_us(calls, i) for i in range(FEWEST_CALLS, wanted))]
 
 
 def _waited_once_us(calls: Sequence[Call], number: int) -> float:
