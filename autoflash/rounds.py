@@ -230,9 +230,11 @@ def _prolong(race: Race, rounds: int, limit: TimeLimit) -> None:
     """More rounds for those whom the rounds so far leave unsettled, while there is time for all."""
     racing, took_s = list(race.samples), 0.0
     for _ in range(PROLONGED):
-        racing = unsettled({config: race.samples[config] for config in racing})
-        if took_s > limit.left_s:
+        if limit.over or took_s > limit.left_s:
             return
+        taken = {config: race.samples[config] for config in racing}
+        if all(taken.values()):  # heat or power may have spoiled every round so far
+            racing = unsettled(taken)
         started = time.monotonic()
         racing = race.run(racing, rounds, limit)
         took_s = time.monotonic() - started

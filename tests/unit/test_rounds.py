@@ -23,10 +23,11 @@ ROUNDS = EFFORT.rounds
 
 
 class Worker:
-    """`times` and their relative noise; `dies` after so many samples."""
+    """`times` and their relative noise; `dies` after so many samples; `braked` rounds at first."""
 
-    def __init__(self, times, noise, dies=None):
+    def __init__(self, times, noise, dies=None, braked=0):
         self._times, self._noise, self._dies = times, noise, dict(dies or {})
+        self._braked = braked
         self._random = Random(0)
         self.check_full = Mock()
 
@@ -34,7 +35,11 @@ class Worker:
         pass
 
     def sample(self, rounds):
-        return [([self._sample(config) for config in each], False) for each in rounds]
+        taken = []
+        for each in rounds:
+            self._braked -= 1
+            taken.append(([self._sample(config) for config in each], self._braked >= 0))
+        return taken
 
     def _sample(self, config):
         if config in self._dies:
@@ -47,8 +52,10 @@ class Worker:
         return CLOCKS
 
 
-def raced(noise, stage="final", effort=EFFORT, dies=None, times=None, problem=PROBLEM, us=100.0):
-    """The number of samples of each config."""
+def raced(
+    *, noise, stage="final", effort=EFFORT, times=None, problem=PROBLEM, us=100.0, limit=None, **how
+):
+    """The number of samples of each config; `how` the worker takes them."""
     times = times or {ONE: 100.0, NEAR: 100.7, FAR: 150.0}
     failed = Mock()
     entrants = SimpleNamespace(
@@ -58,9 +65,9 @@ def raced(noise, stage="final", effort=EFFORT, dies=None, times=None, problem=PR
         trial=lambda problem, config, stage, *_: Trial(problem, config, "d", "correct", stage),
     )
     lab = SimpleNamespace(
-        worker=Worker(times, noise, dies), journal=Mock(), gpu=GPU, effort=effort, seed=0
+        worker=Worker(times, noise, **how), journal=Mock(), gpu=GPU, effort=effort, seed=0
     )
-    limit = TimeLimit(None)
+    limit = limit or TimeLimit(None)
     samples = side_by_side(lab, entrants, problem, list(times), stage, us, limit)
     assert entrants.wait_for.call_args.args == (list(times), limit)
     return {config: len(taken) for config, taken in samples.items()}, failed
@@ -114,6 +121,17 @@ def test_those_as_fast_as_one_another_tie_once_their_interval_is_narrow():
 def test_hopeless_noise_ends_a_final_all_the_same():
     counts, _ = raced(noise=0.3, times={ONE: 100.0, NEAR: 100.1})
     assert set(counts.values()) == {(1 + PROLONGED) * ROUNDS}
+
+
+@pytest.mark.parametrize("us", [100.0, 1000.0])
+def test_a_final_that_comes_when_the_time_is_over_has_no_samples(us):
+    counts, failed = raced(noise=0.01, limit=TimeLimit(0.0), problem=LONGER, us=us)
+    assert set(counts.values()) == {0} and not failed.called
+
+
+def test_a_final_whose_first_rounds_are_all_spoiled_goes_on_for_everybody():
+    spoiled = 2 * ROUNDS  # the most that are tried for so many
+    assert set(raced(noise=0.0005, braked=spoiled)[0].values()) == {ROUNDS}
 
 
 def test_cross_timing_and_an_effort_without_time_for_it_prolong_nothing():
