@@ -60,19 +60,18 @@ def attend_layer(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
     }
+    q = query.transpose(1, 2)  # as it lies, and the result: the layer's next product copies nothing
     if query.shape[2] <= STEP_TOKENS and is_causal and not dropout:
         if attention_mask is None:
             lengths = key.new_full(key.shape[:1], key.shape[2], dtype=torch.int32)
         else:
             lengths = attention_mask.flatten()
-        q = query.transpose(1, 2)
         return decode(q, key, value, lengths, kv_layout="hnd", **modified), None
     if attention_mask is not None:  # what a static cache holds so far
         keys = _keys_so_far(attention_mask)
         key, value = key[:, :, :keys], value[:, :, :keys]
-    told = {"causal": is_causal, "layout": "bhsd", "dropout_p": dropout}
-    out: Any = prefill(query, key, value, **told, **modified)
-    return out.transpose(1, 2), None
+    k, v = key.transpose(1, 2), value.transpose(1, 2)
+    return prefill(q, k, v, causal=is_causal, dropout_p=dropout, **modified), None
 
 
 def lengths_for_mask(

@@ -105,3 +105,12 @@ def test_what_a_static_cache_holds_is_asked_of_the_device_once_a_step(module):
     first, _ = module.attend_layer(layer, q, k, k, lengths)
     lengths.zero_()  # as if it said no more
     assert torch.equal(module.attend_layer(layer, q, k, k, lengths)[0], first)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_layers_next_product_finds_the_result_as_it_reads_it(module, queries):
+    layer, cache = torch.nn.Module(), torch.randn(2, 2, 64, 16)
+    q = torch.randn(2, queries, 4, 16).transpose(1, 2)  # as projections leave it
+    lengths = module.lengths_for_mask(2, queries, 64, q_offset=3)
+    result, _ = module.attend_layer(layer, q, cache, cache, lengths)
+    assert result.shape == (2, queries, 4, 16) and result.is_contiguous()
