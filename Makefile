@@ -49,9 +49,10 @@ lint: environment-dev
 golden: environment-dev
 	AUTOFLASH_REWRITE_GOLDENS=1 $(RUN) -m pytest tests/compile/test_goldens.py -k reviewed
 
-# Write docs/cli.md from the commands.
+# Write docs/cli.md from the commands, and tables of figures from the results.
 docs: environment-dev
 	$(RUN) tools/cli_reference.py
+	$(RUN) tools/measured_tables.py
 
 clean:
 	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis

@@ -53,7 +53,7 @@ def attend_layer(
     head_dim).
     """
     if is_causal is None:
-        is_causal = getattr(layer, "is_causal", True)
+        is_causal = bool(getattr(layer, "is_causal", True))
     modified = {
         "window": (sliding_window - 1, -1) if sliding_window else (-1, -1),
         "softmax_scale": scaling,

@@ -25,11 +25,20 @@ def load_tool(name: str) -> ModuleType:
 
 
 REFERENCE = load_tool("cli_reference")
+MEASURED = load_tool("measured_tables")
 COMMANDS = dict(REFERENCE.commands())
 
 
 def test_the_command_reference_is_what_make_docs_writes():
     assert REFERENCE.REFERENCE.read_text() == REFERENCE.reference()
+
+
+@pytest.mark.parametrize("page", MEASURED.PAGES, ids=lambda page: page.name)
+def test_tables_of_figures_are_those_that_make_docs_writes_from_the_results(page):
+    text = page.read_text()
+    shown = [found[0] for found in MEASURED.TABLE.finditer(text)]
+    assert shown and all(table.count("|") > 20 for table in shown)
+    assert text == MEASURED.filled(text)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
