@@ -44,7 +44,7 @@ PUBLIC = (
 )
 APART = "\n\n\n"  # between the functions of a kernels' text
 KERNELS_FOLDER = "kernels"  # of a package
-MOST_CONFIGS = 4  # of one variant's portfolio, unless the user asks for another number
+MOST_CONFIGS = 8  # of one variant's portfolio, unless the user asks for another number
 
 MADE_BY = "Made by autoflash "
 DOCSTRING = '''"""Attention for the GPUs and shapes listed below: {functions}.

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+
+import numpy as np
 
 from autoflash.config import Config
 from autoflash.problem import Problem
 from autoflash.runtime.match import match_distance, match_sizes
 
-# A further config must lower the group's mean regret by this much to be worth its place.
+# A further config must lower the group's mean loss by this much to be worth its place.
 WORTH = 0.001
+LOST, DEARER = 0.01, 9.0  # what a problem loses beyond the first counts so many times more
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,26 @@ class Measured:
 def choose_portfolio(group: Sequence[Measured], most: int) -> list[Served]:
     """Serve every problem of the group from at most `most` configs.
 
-    Grown greedily: each step takes the config that lowers the weighted mean regret most, a config
-    that serves problems none of the others can first. Where `most` configs cannot serve every
-    problem, those left over keep their own winners. Ties go to the smaller config.
+    Grown greedily: each step takes the config that lowers the weighted mean loss most, a config
+    that serves problems none of the others can first. Then configs are exchanged for others while
+    that lowers it further. Where `most` configs cannot serve every problem, those left over keep
+    their own winners. Ties go to the smaller config.
     """
     if most < 1:
         raise ValueError(f"a portfolio of {most} configs serves nothing")
-    candidates = sorted({config for measured in group for config in measured.times})
-    candidates = sorted({*candidates, *(measured.winner for measured in group)})
-    chosen: list[Config] = []
-    cost = _cost(group, chosen)
-    while len(chosen) < min(most, len(candidates)):
-        best = min(candidates, key=lambda config: (_cost(group, [*chosen, config]), config))
-        lower = _cost(group, [*chosen, best])
+    losses = _Losses(group)
+    chosen: list[int] = []
+    cost = losses.of(chosen)
+    while len(chosen) < min(most, len(losses.configs)):
+        lower, best = min((losses.of([*chosen, each]), each) for each in losses.every)
         if chosen and cost[0] == lower[0] and cost[1] - lower[1] < WORTH:
             break
-        chosen.append(best)
-        cost = lower
+        chosen, cost = [*chosen, best], lower
+    chosen = _exchanged(losses, chosen)
+    configs = [losses.configs[each] for each in chosen]
     served = []
     for measured in group:
-        config = min(chosen, key=lambda config: (measured.regret(config), config))
+        config = min(configs, key=lambda config: (measured.regret(config), config))
         if measured.regret(config) == float("inf"):
             config = measured.winner
         served.append(Served(measured.problem, config, measured.regret(config)))
@@ -98,13 +100,42 @@ def _unseen(
     return left_out.regret(config)
 
 
-def _cost(group: Sequence[Measured], chosen: Sequence[Config]) -> tuple[int, float]:
-    """Problems that none of `chosen` serves, and the weighted mean log of the others' slowdown."""
-    regrets = [
-        (min((m.regret(config) for config in chosen), default=float("inf")), m.weight)
-        for m in group
-    ]
-    served = [(regret, weight) for regret, weight in regrets if regret < float("inf")]
-    total = sum(weight for _, weight in served)
-    mean = sum(weight * log(1 + max(regret, 0.0)) for regret, weight in served) / (total or 1.0)
-    return len(regrets) - len(served), mean
+def _exchanged(losses: "_Losses", chosen: list[int]) -> list[int]:
+    """The same number of configs, none of which a single other one would better replace."""
+    while True:
+        others = [
+            [*chosen[:place], each, *chosen[place + 1 :]]
+            for place in range(len(chosen))
+            for each in losses.every
+        ]
+        best = min(others, key=losses.of)
+        if losses.of(best) >= losses.of(chosen):
+            return chosen
+        chosen = best
+
+
+class _Losses:
+    """What each problem of a group loses by each of `configs`, sorted, of which `every` are."""
+
+    def __init__(self, group: Sequence[Measured]) -> None:
+        found = {config for measured in group for config in measured.times}
+        self.configs = sorted(found | {measured.winner for measured in group})
+        self.every = range(len(self.configs))
+        regrets = np.full((len(group), len(self.configs)), np.inf)
+        place = {config: number for number, config in enumerate(self.configs)}
+        for row, measured in enumerate(group):
+            for config, us in measured.times.items():
+                regrets[row, place[config]] = us / min(measured.times.values())
+        lost = np.log(regrets)  # 0 for the best, infinite for what was not measured
+        self._lost = lost + DEARER * np.maximum(lost - np.log(1 + LOST), 0.0)
+        self._weights = np.array([measured.weight for measured in group])
+
+    def of(self, chosen: Sequence[int]) -> tuple[int, float]:
+        """Problems that none of the `chosen` serves, and the weighted mean loss of the others."""
+        if not chosen:
+            return len(self._weights), 0.0
+        lost = self._lost[:, list(chosen)].min(axis=1)
+        served = np.isfinite(lost)
+        weights = self._weights[served]
+        mean = float((weights * lost[served]).sum() / (weights.sum() or 1.0))
+        return int((~served).sum()), mean

@@ -55,7 +55,7 @@ def export(
     ] = None,
     max_configs: Annotated[
         int, typer.Option(min=1, help="At most so many configs for a variant on a GPU.")
-    ] = 4,
+    ] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Write one Python module that serves what was measured.

@@ -86,6 +86,21 @@ def test_greedy_choice_of_one_is_the_best_of_all():
     assert total(choose_portfolio(group, most=1)[0].config) == pytest.approx(total(best))
 
 
+def test_a_config_that_was_good_for_all_makes_way_for_two_that_are_best():
+    # 2 is the best one for all, but beside 0 or 1, each best for half of them, it is worth nothing
+    halves = ({0: 10.0, 1: 20.0, 2: 12.0}, {0: 20.0, 1: 10.0, 2: 12.0})
+    group = [measured(64 + i, halves[i % 2]) for i in range(4)]
+    assert {one.config for one in choose_portfolio(group, most=1)} == {CONFIGS[2]}
+    assert {one.config for one in choose_portfolio(group, most=2)} == set(CONFIGS[:2])
+
+
+@pytest.mark.parametrize(("slower", "configs"), [(1.009, 1), (1.02, 2)])
+def test_one_problem_among_many_that_loses_more_than_a_percent_gets_its_own(slower, configs):
+    group = [measured(64 + i, {0: 10.0}) for i in range(40)]
+    group.append(measured(256, {0: 10.0 * slower, 1: 10.0}))
+    assert len({one.config for one in choose_portfolio(group, most=4)}) == configs
+
+
 def test_a_portfolio_of_nothing_is_refused():
     with pytest.raises(ValueError, match="0 configs"):
         choose_portfolio([measured(64, {0: 1.0})], most=0)
