@@ -32,7 +32,7 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
     """
     if op == "backward":
         served = [kind for kind in kinds_of("prefill", small) if not kind.paged]
-        served = [kind for kind in served if not ((kind.bias or kind.masks) and kind.varlen)]
+        served = [kind for kind in served if not (kind.bias and kind.varlen)]
         served += [like(sample("prefill"), head_dim=16, num_heads=2, mask=RULE)] if small else []
         return [replace(kind, op="backward") for kind in served]
     if op == "prefill":

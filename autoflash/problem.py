@@ -154,7 +154,10 @@ class Variant:
     @property
     def first_in_part(self) -> str:
         """The first key of the tiles that rows may see in part."""
-        return "0" if self.mask or self.blocks else "full"
+        if not (self.mask or self.blocks):
+            return "full"
+        # a backward counts packed tokens among all, a forward in their own sequence
+        return "first_k" if self.varlen and self.op == "backward" else "0"
 
     @property
     def steps_that_hide(self) -> str:
@@ -187,7 +190,31 @@ class Variant:
     def told_of_hiding(self) -> tuple[str, ...]:
         """What that of dk and dv tells of dropout and of masks beyond windows."""
         told = {"dropout": "dropout", "documents": "document_ids", "prefix": "prefix"}
-        return tuple(name for switch, name in told.items() if getattr(self, switch))
+        named = tuple(name for switch, name in told.items() if getattr(self, switch))
+        return (*named, "origin") if self.mask and self.varlen else named
+
+    @property
+    def told_of_hiding_keys(self) -> tuple[str, ...]:
+        """The same of dq, and where the middle is that the last tiles leave out."""
+        told = {
+            "dropout": ("dropout",),
+            "documents": ("document_ids", "row_ids"),
+            "prefix": ("prefix",),
+            "has_middle": ("full", "full_end"),
+        }
+        return tuple(name for on, names in told.items() if getattr(self, on) for name in names)
+
+    @property
+    def told_of_rule(self) -> tuple[str, ...]:
+        """What that of dq tells of where a rule counts from."""
+        told = ("q_head",) if self.mask else ()
+        return (*told, "origin") if self.mask and self.varlen else told
+
+    @property
+    def told_of_sums(self) -> tuple[str, ...]:
+        """What that of dk and dv tells of where dq is added up."""
+        told = ("dq_sums", "head", "padded_q") if self.single_pass else ()
+        return (*told, "shift") if self.single_pass and self.varlen else told
 
     @property
     def place_of_keys(self) -> str:

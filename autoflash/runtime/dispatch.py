@@ -168,7 +168,7 @@ def prefill(
         if not (packed or asks):
             return prefill_masked(q, k, v, modifiers, *options)
     packed = packed or max_seqlen_q is not None or max_seqlen_k is not None
-    if packed and (masked or not asks):
+    if packed and not asks:
         if paged:
             kv_layout = identified_layout("prefill", kv_layout, k, True)
             pages = {"cache_seqlens": cache_seqlens, "block_table": block_table}

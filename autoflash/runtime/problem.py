@@ -276,9 +276,6 @@ def problem_error(p: Problem) -> str | None:
 
 def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
-    given = " and ".join(p.masks)
-    if given and p.op == "backward" and p.varlen:
-        return f"{given}: there is no backward of packed sequences under such masks yet"
     if p.op == "backward" and p.masked_by == "blocks" and p.bias:
         return "blocks: there is no gradient of a bias under such masks yet"
     if p.masked_by != NONE and p.op == "decode":

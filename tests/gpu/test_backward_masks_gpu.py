@@ -20,6 +20,7 @@ from autoflash.gpu import Gpu, detect
 from autoflash.gradients import Gradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.kinds import RULE
+from autoflash.problem import Problem
 from autoflash.runtime.masks import BlockLists
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +36,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "blocks": {**BLOCKS, "causal": False},
     "blocks and a rule": {**BLOCKS, "mask": RULE, "softcap": True, "sinks": True},
 }
+PACKED: dict[str, dict[str, Any]] = {
+    "packed, rule": {"mask": RULE, "sinks": True},
+    "packed, rule in a window": {"mask": RULE, "window_left": 65, "softcap": True},
+    "packed, prefix": {"masked_by": "prefix", "density": 30, "alibi": True},
+}
 DRAWN = 1  # candidates beside the default
 
 
@@ -46,25 +52,38 @@ def gpu() -> Gpu:
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_are_right_at_edges_and_repeat_their_bits(gpu: Gpu, kind: str) -> None:
     problems = [of(*lengths, **KINDS[kind]) for lengths in ((385, 385), (77, 300), (300, 77))]
+    made = [make_inputs(problem, device="cuda", wide_rows=8) for problem in problems]
+    assert wrong_candidates(gpu, of(1000, 1000, **KINDS[kind]), made) == []
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_candidates_of_packed_sequences_are_right_and_repeat_their_bits(gpu, kind: str) -> None:
+    lengths = ((385, 385), (0, 70), (1, 1), (77, 300), (130, 3), (5, 0))
+    problem = of(385, 385, layout="thd", batch=6, lengths="ragged", **PACKED[kind])
+    made = make_inputs(problem, device="cuda", lengths=lengths, wide_rows=8)
+    assert wrong_candidates(gpu, problem, [made]) == []
+
+
+def wrong_candidates(gpu: Gpu, usual: Problem, made: list[Inputs]) -> list[str]:
+    """What of some candidates for a problem is beyond the budget, or does not repeat its bits."""
     configs = []
     for family in BOTH:
-        usual = of(1000, 1000, **KINDS[kind])
         judged = [config for config, reason in space(family, usual, gpu) if reason is None]
         default, chance = family.default(usual, gpu), random.Random(0)
         configs += {default, *chance.sample(judged, min(DRAWN, len(judged)))}
+    problems = [inputs.problem for inputs in made]
     compile_ahead(dict.fromkeys(configs, problems), gpu)
     failures = []
-    for problem in problems:
-        inputs = make_inputs(problem, device="cuda", wide_rows=8)
-        budget = GradientBudget(inputs)
+    for inputs in made:
+        budget, rows = GradientBudget(inputs), inputs.problem.seqlen_q
         for config in configs:
             found, again = run(inputs, config, gpu), run(inputs, config, gpu)
             for verdict in (budget.judge(*found), budget.judge(*again)):
                 if not verdict.correct:
-                    failures.append(f"{problem.seqlen_q} {config}: {verdict.reason}")
+                    failures.append(f"{rows} {config}: {verdict.reason}")
             if config.family == FAMILY.name and bits_differ(found, again):
-                failures.append(f"{problem.seqlen_q} {config}: two runs differ")
-    assert failures == []
+                failures.append(f"{rows} {config}: two runs differ")
+    return failures
 
 
 @pytest.mark.parametrize("kind", ["prefix", "documents", "blocks and a rule"])

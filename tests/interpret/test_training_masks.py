@@ -21,6 +21,7 @@ from autoflash.runtime.masks import block_lists
 
 RULE = "(q_idx - kv_idx) % 3 != 1 or h == 1"
 FORWARD_ALONE = "kv_idx % 2 == 0"
+PACKED: dict[str, Any] = {"layout": "thd", "lengths": "ragged", "batch": 3}
 MASKS: dict[str, dict[str, Any]] = {
     "rule": {"mask": RULE},
     "prefix": {"masked_by": "prefix", "density": 30},
@@ -35,8 +36,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in lo
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     path: Path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
-    tuned = [make(**mask) for mask in MASKS.values() for make in (prefill_of, backward_of)]
-    tuned.append(prefill_of(mask=FORWARD_ALONE))
+    packed = [MASKS[name] | PACKED for name in ("rule", "prefix")]
+    masks = (*MASKS.values(), *packed)
+    tuned = [make(**mask) for mask in masks for make in (prefill_of, backward_of)]
+    tuned += [prefill_of(mask=FORWARD_ALONE, **more) for more in ({}, PACKED)]
     path.write_text(export([winner_of(p) for p in tuned]).text)
     return load_module(path)
 
@@ -47,6 +50,15 @@ def test_gradients_under_a_mask_are_those_of_the_reference(module: Any, mask: di
     problem = replace(CAUSAL, **mask)
     for seed in (0, 1):
         inputs = make_inputs(problem, seed, wide_rows=1)
+        verdict = GradientBudget(inputs).judge(*with_modifiers(module, inputs))
+        assert verdict.correct, verdict.reason
+
+
+@pytest.mark.parametrize("mask", ["rule", "prefix"])
+def test_packed_sequences_have_gradients_under_a_mask(module: Any, mask: str) -> None:
+    problem, lengths = replace(CAUSAL, **MASKS[mask] | PACKED), [(9, 20), (0, 3), (20, 33)]
+    for seed in (0, 1):
+        inputs = make_inputs(problem, seed, lengths=lengths, wide_rows=1)
         verdict = GradientBudget(inputs).judge(*with_modifiers(module, inputs))
         assert verdict.correct, verdict.reason
 
@@ -82,5 +94,8 @@ def test_masks_without_gradients_are_refused_by_name(module: Any) -> None:
     ends = torch.tensor([0, 20], dtype=torch.int32)
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 20, "max_seqlen_k": 20}
     q, k, v = (t[0, :20].detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    with pytest.raises(module.ProblemError, match="q requires grad and there is no backward yet"):
-        module.prefill(q, k, v, causal=True, mask=RULE, **packed)
+    with pytest.raises(module.ProblemError, match=r"backward: no kernels for causal with varlen "):
+        module.prefill(q, k, v, causal=True, mask=FORWARD_ALONE, **packed)
+    pages = {"block_table": ends[None], "cache_seqlens": ends[1:]}
+    with pytest.raises(module.ProblemError, match="with gradients: block_table is not supported"):
+        module.prefill(*leaves(inputs), causal=True, mask=RULE, **pages)

@@ -80,14 +80,14 @@ def test_tiles_divide_the_blocks_of_a_mask_and_the_default_is_one_of_them(gpu, s
                     assert sizes[name.endswith("N")] % int(tile) == 0
 
 
-def test_packed_sequences_and_a_bias_under_blocks_are_refused_by_name() -> None:
+def test_a_bias_under_blocks_is_refused_by_name_and_packed_sequences_have_rules() -> None:
     blocks = {"masked_by": "blocks", "mask_block_q": 64, "mask_block_k": 64, "density": 9}
-    for fields, told in (
-        ({"mask": "h > 0", "layout": "thd"}, "mask: there is no backward of packed sequences"),
-        ({"bias": True, **blocks}, "blocks: there is no gradient of a bias under such masks"),
-    ):
-        with pytest.raises(ProblemError, match=told):
-            problem(**fields)
+    with pytest.raises(ProblemError, match="blocks: there is no gradient of a bias under such"):
+        problem(bias=True, **blocks)
+    for masks in ({"mask": "h > 0"}, {"masked_by": "prefix", "density": 9}):
+        p = problem(layout="thd", **masks)
+        for family in (FAMILY, SINGLE):
+            assert family.refusal(p, family.default(p, H200), H200) is None
 
 
 def test_the_default_of_16_bits_fits_64_kb_on_every_gpu() -> None:

@@ -117,7 +117,7 @@ def test_documents_are_for_prefill_with_an_axis_of_sequences():
         message = f"documents: prefill {told}.* takes prefixes and rules alone of such masks"
         with pytest.raises(ProblemError, match=message):
             Problem("prefill", **where, **documents)
-    with pytest.raises(ProblemError, match="documents: there is no backward of packed sequences"):
+    with pytest.raises(ProblemError, match="documents: prefill of packed sequences takes prefixes"):
         Problem("backward", layout="thd", **documents)
     with pytest.raises(ProblemError, match="documents: of masks beyond windows decode takes a"):
         Problem("decode", **documents)
