@@ -303,14 +303,17 @@ def _names(
 ) -> dict[tuple[str, ...], Variant]:
     """Every variant of the families and of what is not tuned, by name and switches that are on.
 
-    Masks with modifiers, custom ones, and dropout and values of another width with most modifiers
-    are those of the rows. Of these the portable family has each too: its default serves where no
-    row's config can.
+    Masks with modifiers, custom ones, dropout and values of another width with most modifiers, and
+    gradients of packed sequences with a bias are those of the rows. Of these the portable family
+    has each too: its default serves where no row's config can.
     """
     beyond = [
         (name, row.problem)
         for row in rows
-        if row.problem.masks or row.problem.dropout or "head_dim_v" in row.problem.switches
+        if row.problem.masks
+        or row.problem.dropout
+        or "head_dim_v" in row.problem.switches
+        or {"bias", "varlen"}.issubset(row.problem.switches)
         for name in (row.config.family, FAMILIES[row.config.family].op)
         if FAMILIES[name].unsupported(row.problem, row.gpu) is None
     ]

@@ -233,8 +233,8 @@ def _add_to_bias(dbias: torch.Tensor | None, group: _Group, part: torch.Tensor) 
     batches, heads, *own = dbias.shape
     for axis, size in enumerate((heads, *own)):
         part = part.sum(dim=axis, keepdim=True) if size == 1 else part
-    of_sequence_b = dbias[group.b if batches > 1 else 0]
-    of_sequence_b[group.heads if heads > 1 else slice(None)] += part
+    of_heads = dbias[group.b if batches > 1 else 0][group.heads if heads > 1 else slice(None)]
+    of_heads[:, : part.shape[1], : part.shape[2]] += part  # of packed sequences some are shorter
 
 
 def _picked(

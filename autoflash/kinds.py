@@ -32,8 +32,9 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
     """
     if op == "backward":
         served = [kind for kind in kinds_of("prefill", small) if not kind.paged]
-        served = [kind for kind in served if not (kind.bias and kind.varlen)]
-        served += [like(sample("prefill"), head_dim=16, num_heads=2, mask=RULE)] if small else []
+        if small:
+            few = like(sample("prefill"), head_dim=16, num_heads=2)
+            served += [like(few, mask=RULE), like(few, layout="thd", bias=True, causal=True)]
         return [replace(kind, op="backward") for kind in served]
     if op == "prefill":
         return _few_prefills() if small else list(dict.fromkeys(_all_prefills()))

@@ -28,7 +28,8 @@ def changed_scores(
         places = torch.arange(queries, device=scores.device)[rows]
         scores = scores - slopes * places_after(places, keys, queries)[:, columns].abs()
     if modifiers.bias is not None:
-        bias = modifiers.bias[b, heads][:, rows][:, :, :keys]  # a cache's goes on past the length
+        # that of a cache goes on past its length, that of packed sequences past theirs
+        bias = modifiers.bias[b, heads, :queries][:, rows][:, :, :keys]
         scores = scores + bias[:, :, columns].to(scores.dtype)
     return scores
 

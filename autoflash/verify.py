@@ -85,10 +85,10 @@ def of_module(
     units += [Unit(path, (Case("some rows at a tuned size", each),)) for each in light]
     for op in ("backward",) if backward else ("prefill", "decode"):
         # masks beyond windows meet modifiers, and rules are there, only where such were tuned, as
-        # are the gradients under any of them
-        every = [kind for kind in kinds_of(op, small) if not kind.mask]
-        kinds = [k for k in every if not (k.masks and (k.modifiers or op == "backward"))]
-        ruled = [p for p in tuned if p.op == op and (p.masks if op == "backward" else p.mask)]
+        # are the gradients under any of them, and of packed sequences with a bias
+        beyond = _tuned_gradients if op == "backward" else _tuned_masks
+        kinds = [kind for kind in kinds_of(op, small) if not beyond(kind)]
+        ruled = [p for p in tuned if p.op == op and (beyond(p) if op == "backward" else p.mask)]
         kinds += dict.fromkeys(map(kind_of, ruled))
         for number, kind in enumerate(kinds):
             cases = cases_of(kind, tiles, small, brief=small and number > 0)
@@ -159,6 +159,16 @@ def examined(
     finally:
         for child in children:
             child.close()
+
+
+def _tuned_masks(kind: Problem) -> bool:
+    """Whether a forward is carried only where one was tuned."""
+    return bool(kind.mask or (kind.masks and kind.modifiers))
+
+
+def _tuned_gradients(kind: Problem) -> bool:
+    """Whether a backward is."""
+    return bool(kind.masks or (kind.bias and kind.varlen))
 
 
 def _busy(kind: Problem, gpu: Gpu) -> Problem:

@@ -93,7 +93,7 @@ def samples(family: Family) -> list[Problem]:
 
     Masks beyond windows stand alone and with causal: with the others they would be texts by the
     hundred, of which each is made where one is tuned. So does a head_dim of v's own. Dropout stands
-    with windows, packing and a bias too.
+    with windows, packing and a bias too; gradients of packed sequences with a bias never.
     """
     names = ("paged", "queries", "varlen", "causal", "window", *MODIFIERS[:-1])
     every = []
@@ -101,7 +101,7 @@ def samples(family: Family) -> list[Problem]:
         switches = dict(zip(names, on, strict=True))
         packed = switches["varlen"] and family.op == "backward"
         if switches["bias"] and (switches["alibi"] or packed):
-            continue  # they exclude each other, or have no gradients
+            continue  # they exclude each other, or are made where one is tuned
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
         every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []
     every += [replace(each, pages=CHOSEN) for each in every if each.op == "decode" and each.paged]

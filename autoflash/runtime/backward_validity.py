@@ -201,6 +201,8 @@ def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_preference = [tuple(map(_backward_amd_warps, each)) for each in by_preference]
         if _backward_is_crowded(problem):
             by_preference = [(_backward_staged(kv, 1), q) for kv, q in by_preference]
+    elif problem.bias and problem.varlen:
+        by_preference = [(_backward_staged(kv, 1), q) for kv, q in by_preference]
     elif problem.dropout and load == "descriptor":
         by_preference = [(_backward_staged(kv, 2), q) for kv, q in by_preference]
     choices: list[dict[str, int | str]] = [
@@ -228,7 +230,7 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     if gpu.vendor == "amd":
         # a second stage spills hundreds of bytes
         by_preference = [(block_m, block_n, 4, 1) for block_m, block_n, _, _ in by_preference]
-    elif load == "pointer" and _backward_is_crowded(problem):
+    elif (problem.bias and problem.varlen) or (load == "pointer" and _backward_is_crowded(problem)):
         by_preference = [_backward_staged(each, 1) for each in by_preference]
     elif problem.dropout and load == "descriptor":
         by_preference = [_backward_staged(each, 2) for each in by_preference]

@@ -246,8 +246,6 @@ def problem_error(p: Problem) -> str | None:
         return "alibi and bias exclude each other: the slopes can be added into the bias"
     if p.dropout and (p.op == "decode" or p.paged):
         return "dropout is of training: there is none in decode, nor over pages"
-    if p.bias and p.varlen and p.op == "backward":
-        return "bias of packed sequences has no gradients yet"
     if p.lengths == "captured" and (p.op != "decode" or p.pages == CHOSEN):
         return "lengths 'captured' are of a decode step over whole sequences"
     if p.pages == CHOSEN and p.op != "decode":

@@ -94,7 +94,8 @@ def training_of(
     reason = backward_unsupported(problem, device_for(q))
     if reason:
         raise ProblemError(f"prefill: no gradient: {reason}; call under torch.no_grad()")
-    if problem.masks or problem.head_dim_v != problem.head_dim:
+    packed_bias = problem.varlen and problem.bias
+    if problem.masks or packed_bias or problem.head_dim_v != problem.head_dim:
         # what was not tuned has no text: told now, not in the backward
         tally_for(size_class(problem) if problem.varlen else problem, q)
     scale = scale_or_default("prefill", softmax_scale, problem.head_dim)

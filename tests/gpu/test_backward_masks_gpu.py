@@ -40,6 +40,8 @@ PACKED: dict[str, dict[str, Any]] = {
     "packed, rule": {"mask": RULE, "sinks": True},
     "packed, rule in a window": {"mask": RULE, "window_left": 65, "softcap": True},
     "packed, prefix": {"masked_by": "prefix", "density": 30, "alibi": True},
+    "packed, bias": {"bias": True, "sinks": True},
+    "packed, bias and a rule": {"bias": True, "mask": RULE, "causal": False},
 }
 DRAWN = 1  # candidates beside the default
 

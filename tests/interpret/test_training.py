@@ -258,6 +258,27 @@ def test_packed_sequences_with_values_of_another_width_train_where_they_were_tun
     assert verdict.correct, verdict.reason
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 20, 33), (20, 1)], ids=str)
+def test_a_bias_of_packed_sequences_has_gradients_where_they_were_tuned(module, tmp_path, shape):
+    p = replace(CAUSAL, layout="thd", batch=3, lengths="ragged", bias=True)
+    config = backward_single.FAMILY.default(p, H200)  # beside which the repeating one is carried
+    winners = [winner_of(replace(p, op="prefill")), winner_of(p, config)]
+    path = tmp_path / "attention_dispatch.py"
+    path.write_text(export(winners).text)
+    made = make_inputs(p, lengths=[(9, 20), (0, 3), (20, 5)], wide_rows=1)
+    inputs, tuned = with_bias(made, torch.randn(shape).to(torch.bfloat16)), load_module(path)
+    for options in ({}, {"deterministic": True}):
+        gradients, beside = with_modifiers(tuned, inputs, **options)
+        assert beside.dbias.shape == shape
+        beside = beside._replace(dbias=beside.dbias.view((1,) * (4 - len(shape)) + shape))
+        verdict = GradientBudget(inputs).judge(gradients, beside)
+        assert verdict.correct, verdict.reason
+    served = {tally.choice.family for tally in tuned._tallies.values()}
+    assert served == {"prefill", "backward_single", "backward"}
+    with pytest.raises(ValueError, match="no kernels for causal with bias with varlen: none were"):
+        with_modifiers(module, inputs)
+
+
 def test_a_bias_alone_may_ask_for_a_gradient_and_slopes_have_none(module):
     inputs = make_inputs(replace(CAUSAL, bias=True))
     bias = inputs.bias.requires_grad_()

@@ -155,7 +155,7 @@ decode:
         ("density: 7", "prefill[0]: density 7 is not from 1 to 100 percent, or 0 without"),
         ("mask: q_idx > x", "prefill[0]: mask 'q_idx > x': x is none of b, h, q_idx, kv_idx"),
         ("mask: import os", "prefill[0]: mask 'import os' is not an expression"),
-        ("masked_by: prefix, layout: thd, training: true", "prefill[0]: prefix: there is no backw"),
+        ("masked_by: blocks, layout: thd, training: true", "prefill[0]: blocks: prefill of packed"),
     ],
 )
 def test_masks_that_do_not_fit_are_told(tmp_path, entry, mistake):
@@ -350,6 +350,15 @@ def test_training_has_values_of_another_width(tmp_path):
     told = [(p.op, p.head_dim, p.head_dim_v, p.switches) for p, _ in loaded.problems]
     switches = ("causal", "head_dim_v")
     assert told == [("prefill", 192, 128, switches), ("backward", 192, 128, switches)]
+
+
+@pytest.mark.parametrize("on", ["masked_by: prefix", "mask: h > kv_idx", "bias: true"])
+def test_training_has_packed_sequences_under_masks_and_with_a_bias(tmp_path, on):
+    loaded = load(
+        tmp_path, f"{MODEL}prefill: [{{seqlen_q: 64, layout: thd, {on}, training: true}}]"
+    )
+    (forward, _), (backward, _) = loaded.problems
+    assert forward.varlen and backward == replace(forward, op="backward")
 
 
 def test_deterministic_is_said_of_the_backward_alone(tmp_path):
