@@ -35,6 +35,8 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
         if small:
             few = like(sample("prefill"), head_dim=16, num_heads=2)
             served += [like(few, mask=RULE), like(few, layout="thd", bias=True, causal=True)]
+            blocks = {"masked_by": "blocks", "mask_block_q": 32, "mask_block_k": 64}
+            served += [like(few, density=MIXED, bias=True, **blocks)]
         return [replace(kind, op="backward") for kind in served]
     if op == "prefill":
         return _few_prefills() if small else list(dict.fromkeys(_all_prefills()))

@@ -33,6 +33,7 @@ PARTS = (
     "backward/add_keys.py.jinja",
     "backward/queries.py.jinja",
     "backward/bias.py.jinja",
+    "backward/bias_scores.py.jinja",
     "backward/sinks.py.jinja",
     "backward/documents.py.jinja",
     "backward/plan.py.jinja",

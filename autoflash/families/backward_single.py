@@ -25,6 +25,7 @@ PARTS = (
     "backward/keys.py.jinja",
     "backward/convert.py.jinja",
     "backward/bias.py.jinja",
+    "backward/bias_scores.py.jinja",
     "backward/sinks.py.jinja",
     "backward/documents.py.jinja",
     "backward/plan.py.jinja",

@@ -274,8 +274,6 @@ def problem_error(p: Problem) -> str | None:
 
 def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
-    if p.op == "backward" and p.masked_by == "blocks" and p.bias:
-        return "blocks: there is no gradient of a bias under such masks yet"
     if p.masked_by != NONE and p.op == "decode":
         return f"{p.masked_by}: of masks beyond windows decode takes a rule alone, as mask"
     if p.masked_by in ("blocks", "documents") and (p.varlen or p.paged):

@@ -108,6 +108,7 @@ GOLDEN_VARIANTS = (
     Variant("backward", "backward", bias=True, dropout=True),
     Variant("backward", "backward", bias=True, mask=RULE),
     Variant("backward", "backward", causal=True, bias=True, varlen=True),
+    Variant("backward", "backward", causal=True, bias=True, blocks=True, mask=RULE),
     Variant("backward", "backward", causal=True, prefix=True),
     Variant("backward", "backward", causal=True, prefix=True, varlen=True),
     Variant("backward", "backward", window=True, varlen=True, mask=RULE),

@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "documents in a window": {"masked_by": "documents", "density": 30, "window_left": 65},
     "blocks": {**BLOCKS, "causal": False},
     "blocks and a rule": {**BLOCKS, "mask": RULE, "softcap": True, "sinks": True},
+    "blocks and a bias": {**BLOCKS, "bias": True},
 }
 PACKED: dict[str, dict[str, Any]] = {
     "packed, rule": {"mask": RULE, "sinks": True},

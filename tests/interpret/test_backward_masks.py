@@ -133,8 +133,10 @@ BLOCKS = {"masked_by": "blocks", "density": 50, "mask_block_q": 64, "mask_block_
         ((97, 256), {"causal": False, "mask_block_k": 128}),
         ((150, 170), {"mask": RULE, "sinks": True, "layout": "bhsd", "mask_block_q": 128}),
         ((97, 90), {"mask": HIDING, "causal": False, "softcap": True, "alibi": True, **BF16}),
+        ((97, 256), {"causal": False, "mask_block_k": 128, "bias": True, "num_heads": 4}),
+        ((150, 170), {"mask": RULE, "bias": True, "dropout": True, "softcap": True, **BF16}),
     ],
-    ids=["full", "causal, rule", "rule, alibi"],
+    ids=["full", "causal, rule", "rule, alibi", "full, bias", "causal, rule, bias"],
 )
 def test_gradients_under_listed_blocks_are_right(
     lengths: tuple[int, int], fields: dict[str, Any], way: Config

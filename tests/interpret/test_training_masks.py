@@ -28,6 +28,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "documents": {"masked_by": "documents", "density": 40},
     "blocks": {"masked_by": "blocks", "density": 60, "mask_block_q": 16, "mask_block_k": 16},
 }
+MASKS["blocks and a bias"] = {**MASKS["blocks"], "bias": True}
 
 # numpy warns of the -inf that the lse of a row without a visible key is
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")

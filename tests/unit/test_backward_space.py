@@ -13,7 +13,7 @@ from autoflash.families import backward_single
 from autoflash.families.backward import FAMILY
 from autoflash.families.family import space
 from autoflash.gpu import KIB, Gpu
-from autoflash.problem import Problem, ProblemError, title
+from autoflash.problem import Problem, title
 from autoflash.runtime.backward_validity import backward_smem_bytes
 
 H200 = gpus.known("NVIDIA_H200")
@@ -80,12 +80,14 @@ def test_tiles_divide_the_blocks_of_a_mask_and_the_default_is_one_of_them(gpu, s
                     assert sizes[name.endswith("N")] % int(tile) == 0
 
 
-def test_a_bias_under_blocks_is_refused_by_name_and_packed_sequences_have_rules() -> None:
-    blocks = {"masked_by": "blocks", "mask_block_q": 64, "mask_block_k": 64, "density": 9}
-    with pytest.raises(ProblemError, match="blocks: there is no gradient of a bias under such"):
-        problem(bias=True, **blocks)
-    for masks in ({"mask": "h > 0"}, {"masked_by": "prefix", "density": 9}):
-        p = problem(layout="thd", **masks)
+def test_packed_sequences_have_rules_and_prefixes_and_blocks_a_bias() -> None:
+    blocks = {"masked_by": "blocks", "mask_block_q": 64, "mask_block_k": 64}
+    for masks in (
+        {"layout": "thd", "mask": "h > 0"},
+        {"layout": "thd", "masked_by": "prefix", "density": 9, "bias": True},
+        {"bias": True, "density": 9, **blocks},
+    ):
+        p = problem(**masks)
         for family in (FAMILY, SINGLE):
             assert family.refusal(p, family.default(p, H200), H200) is None
 
