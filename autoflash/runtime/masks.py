@@ -70,8 +70,15 @@ def block_lists(block_mask: Any) -> BlockLists:
         lists = BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields[:6]))
     except AttributeError as error:
         raise ProblemError(f"prefill: block_mask is no BlockMask: {error}") from None
-    own = [getattr(block_mask, name, None) for name in QueryLists._fields]
-    return lists._replace(queries=QueryLists(*own))
+    return lists._replace(queries=query_lists(block_mask))
+
+
+def query_lists(block_mask: Any) -> QueryLists:
+    """The lists by blocks of keys that a BlockMask has, or lists as an operator is given them."""
+    own = getattr(block_mask, "queries", None)
+    if own is not None:
+        return own
+    return QueryLists(*(getattr(block_mask, name, None) for name in QueryLists._fields))
 
 
 FLAT_MASKS = (  # as operators take them

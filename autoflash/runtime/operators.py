@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .installed import installed
-from .masks import FLAT_MASKS, BlockLists, flat_masks
+from .masks import FLAT_MASKS, QueryLists, flat_masks, query_lists
 from .problem import LATENT_WIDTHS, ProblemError
 from .scales import Scale, scale_number
 from .schemas import (
@@ -24,7 +24,14 @@ from .schemas import (
     OPERATOR_SCHEMAS,
     PREFILL_LEFT_OUT,
 )
-from .traced_gradients import differentiable, gradient_results, run_gradients
+from .traced_gradients import (
+    blocks_given,
+    differentiable,
+    gradient_results,
+    masked_gradient_results,
+    run_gradients,
+    run_masked_gradients,
+)
 from .training import refuse_slopes
 
 MASKS = len(MASKS_LEFT_OUT) - len(PREFILL_LEFT_OUT)  # options of masked ones before all others
@@ -59,6 +66,7 @@ def register_operators(
         "prefill_chunked": lambda q, k, v, *given: _prefill_results(q, k, v, *given[3:]),
         "prefill_chunked_out": lambda q, k, v, *given: _prefill_results(q, k, v, *given[4:])[1],
         "prefill_gradients": gradient_results,
+        "prefill_masked_gradients": masked_gradient_results,
         "decode": _decode_results,
         "decode_out": lambda *given: _decode_results(*given)[1],
         "decode_masked": _decode_results,
@@ -73,11 +81,11 @@ def register_operators(
         torch.library.register_fake(f"{own}::{name}", shapes[name], lib=library)
         _operators[name] = getattr(getattr(torch.ops, own), name).default
     _carries_backward[:] = [("backward",) in installed().tables.names]
-    if _carries_backward[0]:
-        both = (_operators["prefill"], _operators["prefill_gradients"])
-        library.impl(
-            "prefill", differentiable(*both, kernels["prefill"]), "Autograd", with_keyset=True
-        )
+    trained = {"prefill": PREFILL_LEFT_OUT, "prefill_masked": MASKS_LEFT_OUT}
+    for name, options in trained.items() if _carries_backward[0] else ():
+        both = (_operators[name], _operators[f"{name}_gradients"])
+        run = differentiable(*both, kernels[name], options)
+        library.impl(name, run, "Autograd", with_keyset=True)
     _libraries.append(library)
 
 
@@ -112,8 +120,8 @@ def prefill_traced(
     its dropout_p and rng.
     """
     *tables, kv_layout = pages
-    paged = tables[1] is not None
-    if not _carries_backward[0] or out is not None or masks != (None,) * 5 or paged:
+    paged, asked = tables[1] is not None, _asks_gradients(q, k, v, *tensors)
+    if not _carries_backward[0] or out is not None or paged:
         _refuse_traced_gradients("prefill", q, k, v, *tensors)
     elif torch.is_grad_enabled():
         refuse_slopes(tensors[0])
@@ -124,7 +132,8 @@ def prefill_traced(
             options = (kv_layout, *options)
             return _called("prefill_chunked", (q, k, v, *tables), options, out, return_lse)
         return _called("prefill", (q, k, v), options, out, return_lse)
-    options = (*flat_masks(causal, *masks), *pages, *options)
+    by_keys = query_lists(masks[0]) if asked else (None,) * len(QueryLists._fields)
+    options = (*flat_masks(causal, *masks), *pages, *by_keys, *options)
     return _called("prefill_masked", (q, k, v), options, out, return_lse)
 
 
@@ -188,12 +197,16 @@ def _called(
 
 
 def _refuse_traced_gradients(function: str, *tensors: torch.Tensor | None) -> None:
-    asked = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    if asked and torch.is_grad_enabled():
+    if _asks_gradients(*tensors):
         raise ProblemError(
             f"{function}: there is no backward yet of such a call in a graph;"
             " call under torch.no_grad()"
         )
+
+
+def _asks_gradients(*tensors: torch.Tensor | None) -> bool:
+    asked = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    return bool(asked) and torch.is_grad_enabled()
 
 
 def _tensors_and_numbers(*scales: Scale | None) -> tuple[Any, ...]:
@@ -241,10 +254,9 @@ def _kernels(
 
     def run_masked(q: Any, k: Any, v: Any, *options: Any, out: Any = None) -> Any:
         given = _with_window(MASKS_LEFT_OUT | dict(zip(MASKS_LEFT_OUT, options)))
-        modifiers = (given[name] for name in ("alibi_slopes", "bias", "sinks"))
-        _refuse_traced_gradients("prefill", q, k, v, *modifiers)
-        *lists, rows, columns = (given.pop(name) for name in FLAT_MASKS[:6])
-        blocks = None if lists[0] is None else BlockLists(*lists, BLOCK_SIZE=(rows, columns))
+        blocks = blocks_given(given)
+        for name in (*FLAT_MASKS[:6], *QueryLists._fields):
+            del given[name]
         return prefill(q, k, v, block_mask=blocks, out=out, return_lse=True, **given)
 
     def run_chunked(
@@ -297,6 +309,7 @@ def _kernels(
         "prefill_chunked": run_chunked,
         "prefill_chunked_out": _into(run_chunked, 5),
         "prefill_gradients": run_gradients,
+        "prefill_masked_gradients": run_masked_gradients,
         "decode": run_decode,
         "decode_out": _into(run_decode, 4),
         "decode_masked": run_decode_masked,

@@ -21,7 +21,9 @@ MASK_OPTIONS = (  # of operators of their own: each takes time where it is left 
     "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None,"
     " Tensor? full_kv_indices=None, SymInt mask_block_q=0, SymInt mask_block_k=0,"
     " Tensor? document_ids=None, Tensor? prefix_lens=None, str? mask=None, SymInt? density=None,"
-    " Tensor? cache_seqlens=None, Tensor? block_table=None, str kv_layout='nhd'"
+    " Tensor? cache_seqlens=None, Tensor? block_table=None, str kv_layout='nhd',"
+    " Tensor? q_num_blocks=None, Tensor? q_indices=None, Tensor? full_q_num_blocks=None,"
+    " Tensor? full_q_indices=None"
 )
 CHUNK_OPTIONS = f"str kv_layout='nhd', {PREFILL_OPTIONS}"  # of operators of their own likewise
 DECODE_OPTIONS = (
@@ -36,6 +38,11 @@ APPEND_OPTIONS = (
     " float? v_number=None, str kv_layout='nhd'"
 )
 PREFILL_READ = "Tensor q, Tensor k, Tensor v"
+GRADIENTS_READ = (
+    f"{PREFILL_READ}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, bool of_bias,"
+    " bool of_sinks"
+)
+GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 CHUNK_READ = f"{PREFILL_READ}, Tensor cache_seqlens, Tensor block_table"
 DECODE_READ = "Tensor q, Tensor k_cache, Tensor? v_cache, Tensor cache_seqlens"
 OPERATOR_SCHEMAS = {
@@ -49,10 +56,9 @@ OPERATOR_SCHEMAS = {
     ),
     "prefill_chunked": f"({CHUNK_READ}, {CHUNK_OPTIONS}) -> (Tensor out, Tensor lse)",
     "prefill_chunked_out": f"({CHUNK_READ}, Tensor(a!) out, {CHUNK_OPTIONS}) -> Tensor lse",
-    "prefill_gradients": (
-        f"({PREFILL_READ}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, bool of_bias,"
-        f" bool of_sinks, {PREFILL_OPTIONS})"
-        " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    "prefill_gradients": f"({GRADIENTS_READ}, {PREFILL_OPTIONS}) -> {GRADIENTS}",
+    "prefill_masked_gradients": (
+        f"({GRADIENTS_READ}, {MASK_OPTIONS}, {PREFILL_OPTIONS}) -> {GRADIENTS}"
     ),
     "decode": f"({DECODE_READ}, {DECODE_OPTIONS}) -> (Tensor out, Tensor lse)",
     "decode_out": f"({DECODE_READ}, Tensor(a!) out, {DECODE_OPTIONS}) -> Tensor lse",

@@ -150,6 +150,23 @@ def test_autograd_of_an_exported_module_never_waits_and_repeats_its_bits(module,
 
 
 @pytest.mark.filterwarnings("ignore:autoflash")
+@pytest.mark.parametrize("kind", TUNED)
+def test_a_graph_of_inductor_has_the_gradients_of_the_eager_call(module, kind) -> None:
+    inputs = make_inputs(of(300, 300, **KINDS[kind]), device="cuda", wide_rows=8)
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    call = call_of(inputs) | {"deterministic": True}
+    compiled = torch.compile(lambda *qkv: module.prefill(*qkv, **call), fullgraph=True)
+    for _ in range(2):
+        found, expected = (
+            torch.autograd.grad(attend(*leaves), leaves, (inputs.dout, inputs.dlse))
+            for attend in (compiled, lambda *qkv: module.prefill(*qkv, **call))
+        )
+        assert all(map(torch.equal, found, expected))
+        verdict = GradientBudget(inputs).judge(Gradients(*found))
+        assert verdict.correct, verdict.reason
+
+
+@pytest.mark.filterwarnings("ignore:autoflash")
 def test_a_captured_step_follows_lists_that_change_in_place(module) -> None:
     inputs = make_inputs(of(300, 300, **KINDS["blocks"]), device="cuda", wide_rows=8)
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]

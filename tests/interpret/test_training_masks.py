@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,9 +89,10 @@ def test_masks_without_gradients_are_refused_by_name(module: Any) -> None:
     inputs = make_inputs(replace(CAUSAL, mask=RULE))
     with pytest.raises(module.ProblemError, match=r"backward: no kernels for causal with .*: none"):
         call(module, inputs, mask=FORWARD_ALONE)
+    torch._dynamo.reset()
     compiled = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="there is no backward yet of such a call in a graph"):
-        compiled(*leaves(inputs), causal=True, mask=RULE)
+    with pytest.raises(module.ProblemError, match=r"backward: no kernels for causal with .*: none"):
+        compiled(*leaves(inputs), causal=True, mask=FORWARD_ALONE).sum().backward()
     ends = torch.tensor([0, 20], dtype=torch.int32)
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 20, "max_seqlen_k": 20}
     q, k, v = (t[0, :20].detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
@@ -100,3 +101,67 @@ def test_masks_without_gradients_are_refused_by_name(module: Any) -> None:
     pages = {"block_table": ends[None], "cache_seqlens": ends[1:]}
     with pytest.raises(module.ProblemError, match="with gradients: block_table is not supported"):
         module.prefill(*leaves(inputs), causal=True, mask=RULE, **pages)
+    for other in ({"out": torch.empty_like(inputs.q)}, pages):
+        with pytest.raises(Exception, match="there is no backward yet of such a call in a graph"):
+            compiled(*leaves(inputs), causal=True, mask=RULE, **other)
+
+
+IN_GRAPHS = {**MASKS, **{f"packed, {name}": MASKS[name] | PACKED for name in ("rule", "prefix")}}
+
+
+@pytest.mark.parametrize("mask", IN_GRAPHS.values(), ids=IN_GRAPHS)
+def test_a_compiled_graph_has_the_gradients_of_the_eager_call(module: Any, mask: dict) -> None:
+    """Twice, with others' values: lists that were turned round for one are not another's."""
+    torch._dynamo.reset()
+    prefill = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
+    problem = replace(CAUSAL, **mask)
+    lengths = [(9, 20), (0, 3), (20, 33)] if problem.varlen else None
+    for seed in (0, 1):
+        inputs = make_inputs(problem, seed, lengths=lengths, wide_rows=1)
+        found = with_modifiers(SimpleNamespace(prefill=prefill), inputs)
+        expected = with_modifiers(module, inputs)
+        for one, other in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+            assert one is other or torch.equal(one, other)
+        assert GradientBudget(inputs).judge(*found).correct
+
+
+def test_a_graph_takes_the_lists_by_keys_that_a_block_mask_of_torch_has(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None are made, and without gradients the graph is given none."""
+    torch._dynamo.reset()
+    lists = create_block_mask(lambda b, h, i, j: j <= i + 13, None, None, 20, 33, "cpu", 16)
+    made = make_inputs(replace(CAUSAL, **MASKS["blocks"]))
+    inputs = changed(made, block_mask=block_lists(lists))
+    tensors, given = leaves(inputs), []
+
+    def seen(graph: Any, example: Any) -> Any:
+        given.append(len(example))
+        return graph
+
+    def made_of(*_: Any) -> Any:
+        raise AssertionError("the lists were made")
+
+    monkeypatch.setattr(module, "_made_of", made_of)
+    prefill = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
+    out = prefill(*tensors, causal=True, block_mask=lists)
+    found = torch.autograd.grad(out, tensors, inputs.dout)
+    assert GradientBudget(inputs).judge(Gradients(*found)).correct
+    prefill = torch.compile(module.prefill, fullgraph=True, backend=seen)
+    with torch.no_grad():
+        prefill(*(t.detach() for t in tensors), causal=True, block_mask=lists)
+    prefill(*tensors, causal=True, block_mask=lists)
+    assert given == [7, 11]  # q, k, v and the lists of queries, then those of keys too
+
+
+@pytest.mark.parametrize("mask", ["prefix", "blocks"])
+def test_torchs_own_check_of_the_operator_with_masks_passes(module: Any, mask: str) -> None:
+    inputs = make_inputs(replace(CAUSAL, **MASKS[mask]))
+    options: dict[str, Any] = {"causal": True, "prefix_lens": inputs.prefix_lens}
+    if (lists := inputs.block_mask) is not None:
+        names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        options |= {name: getattr(lists, name) for name in names}
+        options |= {"mask_block_q": 16, "mask_block_k": 16}
+    operator = getattr(torch.ops, module.operator_namespace()).prefill_masked.default
+    checks = torch.library.opcheck(operator, leaves(inputs), options)
+    assert set(checks.values()) == {"SUCCESS"}
