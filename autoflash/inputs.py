@@ -39,7 +39,8 @@ class Inputs:
     table is, -1 none.
     Of packed sequences q is (total_q, num_heads, head_dim), k and v (total_k, num_kv_heads,
     head_dim), and cu_seqlens_q and cu_seqlens_k (batch + 1,) int32 say where each begins.
-    `document_ids` are int32 (batch, seqlen_k), `prefix_lens` int32 (batch,).
+    `document_ids` are int32 (batch, seqlen_k), or as many keys as a cache can hold, `prefix_lens`
+    int32 (batch,).
 
     Backward: beside those of prefill its `out` and `lse`, fp32 of `lse_shape`, and the gradients
     `dout` and, where lse has one, `dlse`.
@@ -80,7 +81,13 @@ class Inputs:
         p = self.problem
         if p.op == "decode":
             given = Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
-            return given._replace(page_positions=self.page_positions, mask=p.mask or None)
+            return given._replace(
+                page_positions=self.page_positions,
+                document_ids=self.document_ids,
+                prefix_lens=self.prefix_lens,
+                mask=p.mask or None,
+                density=p.density or None,
+            )
         given = Modifiers(
             p.window,
             self.softcap,
@@ -358,5 +365,5 @@ def make_inputs(
     keys = max(1, int(valid.max())) if p.pages == CHOSEN else capacity
     dead = valid.tolist() if poison else ()
     on = {"page_positions": positions, **modifiers_for(p, normal, device, seed, keys, dead)}
-    on |= masks_of(p, device, seed, poison)
+    on |= masks_of(p, device, seed, poison, valid.tolist(), keys)
     return Inputs(p, q, k, v, cache_seqlens, block_table, **scales, **on, **starts)

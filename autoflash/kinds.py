@@ -100,6 +100,9 @@ def _few_decodes() -> list[Problem]:
         kind(page_size=16, window_left=16, sinks=True),
         kind(page_size=16, seqlen_q=3, window_left=16, softcap=True, alibi=True),
         kind(page_size=16, seqlen_q=2, mask=RULE),
+        kind(page_size=16, masked_by="documents", density=MIXED),
+        kind(seqlen_q=3, masked_by="documents", density=MIXED, window_left=16),
+        kind(page_size=3, seqlen_q=3, masked_by="prefix", density=MIXED),
     ]
 
 
@@ -195,6 +198,7 @@ def _all_decodes() -> Iterator[Problem]:
         yield like(wide, page_size=16, seqlen_q=seqlen_q, window_left=left, **fields)
     yield from _biased_decodes(wide, latent)
     yield from _ruled_decodes(wide, latent)
+    yield from _masked_decodes(wide, latent)
     for seqlen_q, (kv_dtype, kv_scales) in product(
         (1, 4), (("fp8_e4m3", "head"), ("int8", "token"))
     ):
@@ -234,6 +238,31 @@ def _ruled_decodes(wide: Problem, latent: Problem) -> Iterator[Problem]:
     yield like(wide, mask=RULE, page_size=16, seqlen_q=3, pages="chosen")
     yield like(wide, mask=RULE, num_heads=71, num_kv_heads=1, head_dim=64)
     yield like(latent, head_dim_v=512, mask=RULE, page_size=16, seqlen_q=2)
+
+
+def _masked_decodes(wide: Problem, latent: Problem) -> Iterator[Problem]:
+    everything = {"softcap": True, "alibi": True, "sinks": True}
+    documents = {"masked_by": "documents", "density": MIXED}
+    prefix = {"masked_by": "prefix", "density": MIXED}
+    beside: tuple[dict[str, Any], ...] = (
+        {},
+        everything,
+        {"bias": True},
+        {"dtype": "fp32"},
+        {"kv_dtype": "fp8_e4m3", "kv_scales": "head"},
+        {"kv_dtype": "int8", "kv_scales": "token"},
+    )
+    for page_size, more in product((0, 16), beside):
+        for seqlen_q in (1, 3):
+            yield like(wide, page_size=page_size, seqlen_q=seqlen_q, **documents, **more)
+        yield like(wide, page_size=page_size, seqlen_q=3, **prefix, **more)
+    for seqlen_q, mask in product((1, 3), ("", RULE)):
+        sizes = {"page_size": 16 * bool(mask), "seqlen_q": seqlen_q, "window_left": 16}
+        yield like(wide, **sizes, **documents, mask=mask)
+    for masked in (documents, prefix):
+        yield like(wide, page_size=16, seqlen_q=3, pages="chosen", **masked)
+        yield like(wide, num_heads=71, num_kv_heads=1, head_dim=64, seqlen_q=2, **masked)
+        yield like(latent, head_dim_v=512, page_size=16, seqlen_q=2, **masked)
 
 
 def like(problem: Problem, **changes: Any) -> Problem:

@@ -97,6 +97,41 @@ class Variant:
         return "biases" if self.bias else "slopes_log2"
 
     @property
+    def numbers_of_modifiers(self) -> tuple[str, ...]:
+        """Numbers that a decode kernel takes for what is on, unspecialised."""
+        if not self.modified:
+            return ()
+        numbers = ("reach", "visited") + ("positions_width",) * self.paged
+        numbers += () if self.bias else ("stride_ab", "stride_ah")
+        return numbers + ("stride_jb",) * self.documents
+
+    @property
+    def told_of_keys(self) -> tuple[str, ...]:
+        """What a decode kernel tells its loop of which keys are seen, and of their scores."""
+        told = ("last_keys",) * self.queries
+        if not self.modified:
+            return told
+        told += ("window_left",) * self.queries + ("reach",) + ("positions_row",) * self.paged
+        told += ("softcap_log2", self.added_to_scores)
+        told += (self.rows_of_rule,) if self.mask else ()
+        return told + ("documents",) * self.documents + ("row_places",) * self.prefix
+
+    @property
+    def position_of_rows(self) -> str:
+        """What that loop calls where each row stands: the last key it sees but for a prefix."""
+        return "row_places" if self.prefix else "last_keys"
+
+    @property
+    def place_of_rows(self) -> str:
+        """The same in a decode kernel of documents, of one query too."""
+        return "last_keys" if self.queries else "seqlen_k - 1 + 0 * heads"
+
+    @property
+    def documents_by_tiles(self) -> bool:
+        """Whether documents hide keys of the tiles of queries that prefill and backward have."""
+        return self.documents and self.op != "decode"
+
+    @property
     def rows_of_rule(self) -> str:
         """What a rule is told of a decode kernel's rows: b, and h and q_idx of each."""
         return f"(sequence, heads, {self.query_of_rows})"

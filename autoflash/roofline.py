@@ -35,6 +35,8 @@ def visible_pairs(problem: Problem) -> int:
     Of blocks as many as their density says, and of a custom mask all that it could show.
     """
     p = problem
+    if p.masked_by == "documents" and p.op == "decode":
+        return _pairs_in(p, [p.seqlen_q] * p.batch, _last_documents(p))
     if p.masked_by == "documents" and p.seqlen_q == p.seqlen_k:
         every = [keys for lengths in document_lengths(p) for keys in lengths]
         return _pairs_in(p, every, every)
@@ -42,7 +44,8 @@ def visible_pairs(problem: Problem) -> int:
         return max(1, p.batch * p.seqlen_q * p.seqlen_k * p.density // 100)
     lengths = _lengths(p)
     pairs = _pairs_in(p, *lengths)
-    for rows, keys in zip(*lengths, strict=True) if p.masked_by == "prefix" else ():
+    beyond = p.masked_by == "prefix" and p.op != "decode"  # where it reaches few keys
+    for rows, keys in zip(*lengths, strict=True) if beyond else ():
         prefix = min(keys, p.seqlen_k * p.density // 100)  # of which causal hides some
         pairs += rows * prefix - _clamped_sum(keys - rows + 1, rows, prefix)
     return pairs
@@ -57,6 +60,11 @@ def _pairs_in(problem: Problem, every_q: list[int], every_k: list[int]) -> int:
         end = _clamped_sum(position + right + 1, rows, keys) if right >= 0 else rows * keys
         total += end - (_clamped_sum(position - left, rows, keys) if left >= 0 else 0)
     return total
+
+
+def _last_documents(problem: Problem) -> list[int]:
+    """The keys that a step reads of each sequence: about those of its last document."""
+    return [max(1, keys * problem.density // 100) for keys in sequence_lengths(_read(problem))]
 
 
 def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
@@ -87,6 +95,8 @@ def cache_bytes(problem: Problem) -> int:
     first, *others = sequence_lengths(p)
     live = (first, *(max(0, keys - shared_tokens(p)) for keys in others))  # each once
     reach = p.seqlen_q + p.window_left if p.window_left >= 0 else p.seqlen_k
+    if p.op == "decode" and p.masked_by == "documents":
+        live = tuple(min(each, own) for each, own in zip(live, _last_documents(p)))
     keys = sum(min(each, reach) for each in live)
     scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
     width = p.head_dim if p.latent else p.head_dim + p.head_dim_v

@@ -137,7 +137,8 @@ class Exported:
         paged = {"pages": p.pages} if p.paged and p.pages != CHOSEN else {}
         on = inputs.modifiers
         modified = {"softcap": on.softcap, "alibi_slopes": on.alibi_slopes, "sinks": on.sinks}
-        modified |= {"bias": on.bias, "page_positions": on.page_positions, "mask": on.mask}
+        names = ("bias", "page_positions", "document_ids", "prefix_lens", "mask", "density")
+        modified |= {name: getattr(on, name) for name in names}
         return self._module.decode(
             inputs.q,
             inputs.k,

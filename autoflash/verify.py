@@ -163,7 +163,10 @@ def examined(
 
 def _tuned_masks(kind: Problem) -> bool:
     """Whether a forward is carried only where one was tuned."""
-    return bool(kind.mask or (kind.masks and kind.modifiers))
+    beside = kind.modifiers
+    if kind.op == "decode":  # whose text of masks has all modifiers but a bias
+        beside = kind.bias or kind.quantised or kind.latent
+    return bool(kind.mask or (kind.masks and beside))
 
 
 def _tuned_gradients(kind: Problem) -> bool:

@@ -165,6 +165,8 @@ class DecodeEntry(Model):
     bias: OneOrMany[bool] = Field(default=[False])
     sinks: OneOrMany[bool] = Field(default=[False])
     mask: OneOrMany[Text] = Field(default_factory=list)
+    masked_by: OneOrMany[Literal["documents", "prefix"]] = Field(default_factory=list)
+    density: OneOrMany[Percent] = Field(default_factory=list)
     weight: Weight = 1.0
 
 

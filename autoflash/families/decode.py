@@ -23,6 +23,7 @@ PARTS = (
     "decode/tiles.py.jinja",
     "shared/softcap.py.jinja",
     "shared/masks.py.jinja",
+    "decode/documents.py.jinja",
     "decode/modifiers.py.jinja",
     "decode/quantised.py.jinja",
     "decode/attend.py.jinja",
@@ -65,10 +66,10 @@ def decode_variant(family: str, problem: Problem) -> Variant:
     """One text has all modifiers: what a call has not is None, of which no trace is compiled.
 
     A bias, which has an axis of keys, takes the place of slopes in a text of its own, and each rule
-    of a mask has texts of its own, of these modifiers too.
+    of a mask, documents and prefixes have texts of their own, of these modifiers too.
     """
     on = {*problem.switches}
-    modified = bool(on & {"window", *MODIFIERS, CHOSEN} or problem.mask)
+    modified = bool(on & {"window", *MODIFIERS, CHOSEN} or problem.masks)
     switches = {name: True for name in SWITCHES if name in on - {"window", *MODIFIERS}}
     switches |= {"bias": problem.bias, "modified": modified}
     return Variant(family, "decode", mask=problem.mask, **switches)

@@ -92,8 +92,9 @@ def samples(family: Family) -> list[Problem]:
     """A small problem for each setting of the switches that the family serves.
 
     Masks beyond windows stand alone and with causal: with the others they would be texts by the
-    hundred, of which each is made where one is tuned. So does a head_dim of v's own. Dropout stands
-    with windows, packing and a bias too; gradients of packed sequences with a bias never.
+    hundred, of which each is made where one is tuned. In decode, where one text has them, they
+    stand with windows, softcaps, slopes and sinks too. A head_dim of v's own stands alone likewise,
+    dropout with windows, packing and a bias too; gradients of packed sequences with a bias never.
     """
     names = ("paged", "queries", "varlen", "causal", "window", *MODIFIERS[:-1])
     every = []
@@ -105,7 +106,9 @@ def samples(family: Family) -> list[Problem]:
         every += [sample(family.op, kv_scales=s, **switches) for s in ("", "tensor", "token")]
         every += [sample("decode", latent=True, **switches)] if family.op == "decode" else []
     every += [replace(each, pages=CHOSEN) for each in every if each.op == "decode" and each.paged]
-    if family.op != "decode":
+    if family.op == "decode":
+        every += _masked_steps(every)
+    else:
         masks = ({}, {"causal": True}, {"window": True})
         for mask, beside in product(masks, ({}, {"varlen": True}, {"bias": True})):
             dropped: dict[str, Any] = {"dropout": True, **mask, **beside}
@@ -122,6 +125,14 @@ def samples(family: Family) -> list[Problem]:
             every.append(one)
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
+
+
+def _masked_steps(steps: list[Problem]) -> list[Problem]:
+    """Those of them that have masks too, in texts that are not by the dozen."""
+    few = [p for p in steps if not (p.bias or p.quantised or p.latent)]
+    made = [replace(p, masked_by="documents", density=10) for p in few]
+    several = [p for p in few if p.seqlen_q > 1 and not p.windowed]
+    return made + [replace(p, masked_by="prefix", density=10) for p in several]
 
 
 def variants(family: Family) -> dict[str, Variant]:

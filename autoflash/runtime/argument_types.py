@@ -64,7 +64,7 @@ KINDS: dict[str, dict[str, Kind]] = {
         **SCALED_KINDS,
         **MODIFIER_KINDS,
         **dict.fromkeys(("document_ids", "prefix_lens"), TENSOR_OR_NONE),
-        "mask": ANYTHING,
+        **dict.fromkeys(("mask", "density"), ANYTHING),
         "page_positions": TENSOR_OR_NONE,
         **dict.fromkeys(("k_scale", "v_scale"), SCALE),
         "out": TENSOR_OR_NONE,

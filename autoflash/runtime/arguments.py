@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .mask_rule import INT32_LIMIT
-from .masks import mask_fields, rule_of
+from .masks import mask_fields
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .packed import packed_fields, packed_layout
 from .problem import (
@@ -30,8 +30,6 @@ AXES = {  # of K and V, by layout
 }
 INDEX_DTYPES = (torch.int32, torch.int64)
 INSTEAD = {  # what serves in place of what is not supported
-    "decode: document_ids": "a document is a sequence of its own, or pages of page_positions",
-    "decode: prefix_lens": "prefill takes it, and the last query sees the whole prefix anyway",
     "prefill: packed or over pages: block_mask": "mask hides keys, and decode reads chosen pages",
     "prefill: packed or over pages: document_ids": "each document is a sequence of cu_seqlens",
 }
@@ -86,7 +84,7 @@ def prefill_problem(
         layout=layout,
         **sizes,
         **modifier_fields("prefill", modifiers, q, *whole),
-        **mask_fields(q, *whole, causal, modifiers.masks),
+        **mask_fields("prefill", q, *whole, causal, modifiers.masks),
     )
     return reached_window(problem)
 
@@ -125,9 +123,12 @@ def decode_problem(
         raise ProblemError(f"decode: pages {CHOSEN!r} is for calls with page_positions")
     most = most_keys("decode", max_seqlen_k, capacity)
     head_shapes = ((kv_heads,), (batch, kv_heads))
-    if positions is not None and modifiers.bias is not None and modifiers.bias.dim():
-        capacity = modifiers.bias.shape[-1]  # of whole sequences, of which some pages are read
-    whole = (batch, q.shape[2], q.shape[1], capacity)
+    sizes = (batch, q.shape[2], q.shape[1])
+    # of whole sequences where some pages of them are read
+    keys, keys_with_ids = (
+        capacity if positions is None or each is None or not each.dim() else each.shape[-1]
+        for each in (modifiers.bias, modifiers.document_ids)
+    )
     return Problem(
         op="decode",
         dtype=ARGUMENT_DTYPES[q.dtype],
@@ -144,8 +145,8 @@ def decode_problem(
         lengths=lengths,
         pages=pages,
         kv_scales=scales_granularity("decode", k_scale, v_scale, k_cache, head_shapes),
-        mask=rule_of("decode", modifiers.mask),
-        **modifier_fields("decode", modifiers, q, *whole),
+        **modifier_fields("decode", modifiers, q, *sizes, keys),
+        **mask_fields("decode", q, *sizes, keys_with_ids, True, modifiers.masks),
     )
 
 
@@ -182,12 +183,14 @@ def check_cache_entries(
     block_table: torch.Tensor | None,
     page_positions: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    document_ids: torch.Tensor | None = None,
 ) -> None:
     """Raise ProblemError for a length or a used page id out of range. Waits for the device."""
     longest, shortest = int(cache_seqlens.max()), int(cache_seqlens.min())
     most = problem.seqlen_k
-    if page_positions is not None:  # of longer sequences, all of whose keys a bias has
+    if page_positions is not None:  # of longer sequences, all of whose keys a bias has, and ids
         most = bias.shape[-1] if bias is not None and bias.shape[-1:] > (1,) else INT32_LIMIT - 1
+        most = most if document_ids is None else min(most, document_ids.shape[1])
     if shortest < 0 or longest > most:
         wrong = shortest if shortest < 0 else longest
         raise ProblemError(f"{problem.op}: cache_seqlens holds {wrong}, not in 0..{most}")

@@ -71,7 +71,7 @@ def chunked_problem(
         lengths="equal" if sizes["batch"] == 1 else "ragged",  # as far as a host knows
         **sizes,
         **modifier_fields("prefill", given, q, *whole),
-        **mask_fields(q, *whole, causal, given.masks),
+        **mask_fields("prefill", q, *whole, causal, given.masks),
     )
     return reached_window(problem)
 

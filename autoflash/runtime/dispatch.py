@@ -42,8 +42,8 @@ RECALLED_PREFILL = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks"
 RECALLED_DECODE = (
     *("cache_seqlens", "block_table", "out", "lse"),
     *("alibi_slopes", "bias", "sinks", "page_positions"),
+    *("document_ids", "prefix_lens"),  # if either is given
 )
-DECODE_OTHERS = ("document_ids", "prefix_lens")
 
 
 def prefill(
@@ -230,6 +230,7 @@ def decode(
     document_ids: torch.Tensor | None = None,
     prefix_lens: torch.Tensor | None = None,
     mask: str | None = None,
+    density: int | None = None,
     page_positions: torch.Tensor | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
@@ -249,11 +250,12 @@ def decode(
     number, or fp32 of one element, of (num_kv_heads,) or (batch, num_kv_heads), or one for each
     head of each token, of the cache's shape without head_dim. `cache_seqlens` counts the valid
     tokens, the queries' own included; slots and table entries past them may hold anything.
-    `window`, `softcap`, `alibi_slopes`, `bias`, `sinks` and `mask` are as in prefill(), q_idx of a
-    rule counting the step's query tokens, kv_idx all keys of a sequence; keys before the windows of
-    all its queries are not read. A bias broadcasts to (batch, num_heads, seqlen_q, tokens that the
-    cache, or the table's pages, can hold), anything past a length; with `page_positions` it has as
-    many keys as the longest sequence, or more.
+    `window`, `softcap`, `alibi_slopes`, `bias`, `sinks`, `mask`, `document_ids`, `prefix_lens` and
+    `density` are as in prefill(), q_idx of a rule counting the step's query tokens, kv_idx all keys
+    of a sequence; keys before the windows of all its queries are not read, nor those of documents
+    whose ids lie apart from theirs. A bias broadcasts to (batch, num_heads, seqlen_q, keys), and
+    ids are (batch, keys), of as many keys as the cache, or the table's pages, can hold, anything
+    past a length; with `page_positions` of as many as the longest sequence has, or more.
     With `page_positions`, whole numbers as the `block_table`, some pages of each sequence are read:
     each entry tells which page of its sequence, counted from 0, stands there in the table, a
     negative one that none does; no page may stand there twice. Of latent attention k_cache has one
@@ -269,7 +271,7 @@ def decode(
     values = (
         *(q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths, pages),
         *(window, softmax_scale, softcap, alibi_slopes, bias, sinks, document_ids, prefix_lens),
-        *(mask, page_positions, k_scale, v_scale, out, return_lse, batch_invariant, check),
+        *(mask, density, page_positions, k_scale, v_scale, out, return_lse, batch_invariant, check),
     )
     if not is_dynamo_compiling():
         result = recalled["decode"].launch(values)
@@ -279,18 +281,21 @@ def decode(
         if not q.numel():
             caches = {"k_cache": k_cache, "v_cache": v_cache}
             return attended_by_none("decode", q, caches, "bshd", out, return_lse)
-    refuse_arguments("decode", DECODE_OTHERS, (document_ids, prefix_lens))
     hints = (max_seqlen_k, lengths, pages)
     if torch.compiler.is_compiling():
         refuse_arguments("decode: in a graph", ("batch_invariant",), (batch_invariant or None,))
         read = (q, k_cache, v_cache, cache_seqlens, block_table, (k_scale, v_scale), kv_layout)
-        modified = (alibi_slopes, bias, sinks, page_positions, *window, softcap, mask)
-        return decode_traced(*read, hints, modified, softmax_scale, check, out, return_lse)
+        modified = (alibi_slopes, bias, sinks, page_positions, *window, softcap)
+        masks = (document_ids, prefix_lens, mask, density)
+        return decode_traced(*read, hints, modified, masks, softmax_scale, check, out, return_lse)
     kv_layout = identified_layout("decode", kv_layout, k_cache, block_table is not None)
     on = (alibi_slopes, bias, sinks, page_positions)
-    given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on)
+    masks = ()
+    if document_ids is not None or prefix_lens is not None:
+        masks = (document_ids, prefix_lens)
+    given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on, *masks)
     key = (
-        *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window, mask),
+        *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window, mask, density),
         batch_invariant,
         *(scale_number(k_scale), scale_number(v_scale)),
         *(v_cache is None, block_table is None, k_scale is None, v_scale is None, out is None),
@@ -307,12 +312,16 @@ def decode(
         problem = served.tally.problem
     else:
         modifiers = Modifiers(window, softcap, *on[:3], page_positions=page_positions, mask=mask)
+        modifiers = modifiers._replace(
+            document_ids=document_ids, prefix_lens=prefix_lens, density=density
+        )
         read = (q, k_cache, v_cache, cache_seqlens, block_table)
         problem = decode_problem(*read, kv_layout, *hints, k_scale, v_scale, modifiers)
         if out is not None:
             check_output("decode", out, q, problem.head_dim_v)
     if check:
-        check_cache_entries(problem, k_cache, cache_seqlens, block_table, page_positions, bias)
+        of_keys = (page_positions, bias, document_ids)
+        check_cache_entries(problem, k_cache, cache_seqlens, block_table, *of_keys)
     scales = [
         scale_form(each, problem.kv_scales, problem.batch, problem.num_kv_heads)
         for each in (k_scale, v_scale)
@@ -322,11 +331,12 @@ def decode(
     caches = (cache_form(k_cache), None if v_cache is None else cache_form(v_cache))
     tensors = (q, *caches, *scales, cache_seqlens, block_table, out, lse)
     if served is not None:
-        launch_again(served, (*tensors, *on))
+        tensors += (*on, *masks)
+        launch_again(served, tensors)
         if not check:
             names = ("q", "k_cache", "v_cache", *("k_scale", "v_scale")[: len(scales)])
             recall = (decode, values, (*names, *RECALLED_DECODE), (out, lse))
-            remember_served(form, served, (*tensors, *on), *recall)
+            remember_served(form, served, tensors, *recall)
     else:
         scale = scale_or_default("decode", softmax_scale, problem.head_dim)
         tally, device = tally_for(problem, q, batch_invariant)
@@ -336,7 +346,7 @@ def decode(
         first = (tally.choice.module, problem, modifiers)
         make_plan = partial(decode_plan, *first, *tensors, *rest)
         on = (modifiers.alibi_slopes, modifiers.bias, sinks, page_positions)
-        launch_first(form, tally, (*tensors, *on), make_plan)
+        launch_first(form, tally, (*tensors, *on, *masks), make_plan)
     if add_query_axis:
         out = out.squeeze(1) if own_out is None else own_out
         lse = None if lse is None else lse.squeeze(2)

@@ -97,6 +97,7 @@ def flat_masks(causal: bool, block_mask: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def mask_fields(
+    function: str,
     q: torch.Tensor,
     batch: int,
     num_heads: int,
@@ -110,21 +111,21 @@ def mask_fields(
     given = {"blocks": block_mask, "documents": document_ids, "prefix": prefix_lens}
     on = [name for name, value in given.items() if value is not None]
     if len(on) > 1:
-        raise ProblemError(f"prefill: {' and '.join(on)} exclude each other")
+        raise ProblemError(f"{function}: {' and '.join(on)} exclude each other")
     if not on and mask is None:
         if density is not None:
-            raise ProblemError(f"prefill: density {density} is of a mask, and none is given")
+            raise ProblemError(f"{function}: density {density} is of a mask, and none is given")
         return {}
     if density is not None and not (type(density) is int and 1 <= density <= 100):
-        raise ProblemError(f"prefill: density {density!r} is not from 1 to 100 percent")
-    fields: dict[str, Any] = {"mask": rule_of("prefill", mask)}
+        raise ProblemError(f"{function}: density {density!r} is not from 1 to 100 percent")
+    fields: dict[str, Any] = {"mask": rule_of(function, mask)}
     if not on:
         return fields
     fields |= {"masked_by": on[0], "density": UNTOLD_DENSITY if density is None else density}
     if document_ids is not None:
-        _expect_ints("document_ids", document_ids, q, ((batch, seqlen_k),))
+        _expect_ints(function, "document_ids", document_ids, q, ((batch, seqlen_k),))
     if prefix_lens is not None:
-        _expect_ints("prefix_lens", prefix_lens, q, ((batch,),))
+        _expect_ints(function, "prefix_lens", prefix_lens, q, ((batch,),))
     if block_mask is not None:
         _check_lists(block_mask, q, batch, num_heads, seqlen_q)
         _refuse_a_rule_of_torch(block_mask, causal or mask is not None)
@@ -203,7 +204,7 @@ def _check_lists(
             continue
         columns = (tensor.shape[3],) if name.endswith("indices") and tensor.dim() == 4 else ()
         allowed = [(b, h, rows, *columns) for b in {1, batch} for h in {1, num_heads}]
-        _expect_ints(f"block_mask's {name}", tensor, q, tuple(sorted(allowed)))
+        _expect_ints("prefill", f"block_mask's {name}", tensor, q, tuple(sorted(allowed)))
         if not tensor.is_contiguous():
             raise ProblemError(f"prefill: block_mask's {name} must be contiguous")
     shapes = [tuple(each.shape) for each in lists[:4] if each is not None]
@@ -212,15 +213,19 @@ def _check_lists(
 
 
 def _expect_ints(
-    name: str, tensor: torch.Tensor, q: torch.Tensor, shapes: tuple[tuple[int, ...], ...]
+    function: str,
+    name: str,
+    tensor: torch.Tensor,
+    q: torch.Tensor,
+    shapes: tuple[tuple[int, ...], ...],
 ) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int32:
         told = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ProblemError(f"prefill: {name} is {told}, expected torch.int32")
+        raise ProblemError(f"{function}: {name} is {told}, expected torch.int32")
     if tensor.device != q.device:
-        raise ProblemError(f"prefill: {name} is on {tensor.device}, q is on {q.device}")
+        raise ProblemError(f"{function}: {name} is on {tensor.device}, q is on {q.device}")
     if tuple(tensor.shape) not in shapes:
         expected = " or ".join(map(str, shapes))
-        raise ProblemError(f"prefill: {name} is {tuple(tensor.shape)}, expected {expected}")
+        raise ProblemError(f"{function}: {name} is {tuple(tensor.shape)}, expected {expected}")
     if tensor.numel() and tensor.stride(-1) != 1:
-        raise ProblemError(f"prefill: {name}'s last dimension must be contiguous")
+        raise ProblemError(f"{function}: {name}'s last dimension must be contiguous")

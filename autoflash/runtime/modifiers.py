@@ -162,7 +162,7 @@ def decode_plan(
     module: ModuleType, problem: Problem, modifiers: Modifiers, *arguments: Any
 ) -> list[Any]:
     """The same of decode."""
-    if problem.windowed or problem.modifiers or problem.pages == CHOSEN or problem.mask:
+    if problem.windowed or problem.modifiers or problem.pages == CHOSEN or problem.masks:
         return module.plan_modified(modifiers, *arguments)
     return module.plan(*arguments)
 

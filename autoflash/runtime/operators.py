@@ -23,6 +23,7 @@ from .schemas import (
     MASKS_LEFT_OUT,
     OPERATOR_SCHEMAS,
     PREFILL_LEFT_OUT,
+    STEP_MASKS_LEFT_OUT,
 )
 from .traced_gradients import (
     blocks_given,
@@ -147,6 +148,7 @@ def decode_traced(
     kv_layout: str,
     hints: tuple[int | None, str, str],
     modified: tuple[Any, ...],
+    masks: tuple[Any, ...],
     softmax_scale: float | None,
     check: bool,
     out: torch.Tensor | None,
@@ -155,18 +157,21 @@ def decode_traced(
     """decode() of a graph that torch.compile makes.
 
     `hints` are max_seqlen_k, lengths and pages, `modified` slopes, bias, sinks, positions of pages,
-    both sides of the window, the softcap and the rule of a mask.
+    both sides of the window and the softcap, `masks` what decode() takes from document_ids to
+    density.
     """
     _refuse_traced_gradients("decode", q, k_cache, v_cache, *modified[:3])
     max_seqlen_k, *distribution = hints
-    *tensors, left, right, softcap, mask = modified
+    *tensors, left, right, softcap = modified
     options = (
         *(block_table, max_seqlen_k, kv_layout, softmax_scale),
         *(*_tensors_and_numbers(*scales), left, right, softcap, *tensors, *distribution, check),
     )
     read = (q, k_cache, v_cache, cache_seqlens)
-    if mask is not None:
-        return _called("decode_masked", (*read, mask), options, out, return_lse)
+    if masks != (None,) * 4:
+        ids, prefix, mask, density = masks
+        options = (mask, ids, prefix, density, *options)
+        return _called("decode_masked", read, options, out, return_lse)
     return _called("decode", read, options, out, return_lse)
 
 
@@ -294,9 +299,8 @@ def _kernels(
         )
 
     def run_decode_masked(*given: Any, out: Any = None) -> Any:
-        *read, mask = given[:5]
-        options = _with_scales(_with_window(dict(zip(DECODE_LEFT_OUT, given[5:]))))
-        return decode(*read, mask=mask, out=out, return_lse=True, **options)
+        options = _with_scales(_with_window(dict(zip(STEP_MASKS_LEFT_OUT, given[4:]))))
+        return decode(*given[:4], out=out, return_lse=True, **options)
 
     def run_append(*tensors: Any) -> None:
         append_kv(*tensors[:5], **_with_scales(dict(zip(APPEND_LEFT_OUT, tensors[5:]))))
@@ -313,7 +317,7 @@ def _kernels(
         "decode": run_decode,
         "decode_out": _into(run_decode, 4),
         "decode_masked": run_decode_masked,
-        "decode_masked_out": _into(run_decode_masked, 5),
+        "decode_masked_out": _into(run_decode_masked, 4),
         "append_kv": run_append,
         "merge": lambda *parts: merge(*parts[:4], **dict(zip(("layout",), parts[4:]))),
     }

@@ -51,13 +51,13 @@ class Problem:
     with `window_right` -1. `softcap`, `alibi`, `bias`, `sinks` and `dropout` say that there is such
     a thing; its values are arguments. `dropout` is of training: not of decode.
 
-    `masked_by` says what else a prefill's mask is made of: "blocks", an index of blocks of
+    `masked_by` says what else a mask is made of: "blocks", of a prefill, an index of blocks of
     `mask_block_q` queries and `mask_block_k` keys, those that are there, some of them whole;
     "documents", an id for each token, of one of which a query and the keys it sees are; or
-    "prefix", first keys of each sequence that all its queries see. `density` is how many percent of
-    the blocks there are, of the keys a document has, or the prefix is. `mask` is a rule: an
-    expression of b, h, q_idx and kv_idx, which holds where a key is seen, in decode too. The rule
-    and causal hide in blocks that are not whole.
+    "prefix", first keys of each sequence that all its queries see: of one query token in decode,
+    which sees all keys, it is nothing. `density` is how many percent of the blocks there are, of
+    the keys a document has, or the prefix is. `mask` is a rule: an expression of b, h, q_idx and
+    kv_idx, which holds where a key is seen. The rule and causal hide in blocks that are not whole.
 
     Decode of latent attention has one KV head of `head_dim` 576, whose first 512 channels, its
     `head_dim_v`, are V too.
@@ -133,6 +133,9 @@ class Problem:
         reason = problem_error(self)
         if reason:
             raise ProblemError(reason)
+        if self.op == "decode" and self.seqlen_q == 1 and self.masked_by == "prefix":
+            fill(self, "masked_by", NONE)  # the last token sees all keys anyway
+            fill(self, "density", 0)
 
     @property
     def group_size(self) -> int:
@@ -274,9 +277,9 @@ def problem_error(p: Problem) -> str | None:
 
 def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
-    if p.masked_by != NONE and p.op == "decode":
-        return f"{p.masked_by}: of masks beyond windows decode takes a rule alone, as mask"
-    if p.masked_by in ("blocks", "documents") and (p.varlen or p.paged):
+    if p.masked_by == "blocks" and p.op == "decode":
+        return "blocks: decode takes documents, prefixes and rules of such masks"
+    if p.masked_by in ("blocks", "documents") and p.op != "decode" and (p.varlen or p.paged):
         which = "of packed sequences" if p.varlen else "over pages"
         return f"{p.masked_by}: prefill {which} takes prefixes and rules alone of such masks"
     if p.masked_by in ("blocks", "prefix") and p.windowed:

@@ -33,6 +33,9 @@ DECODE_OPTIONS = (
     " Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? sinks=None,"
     " Tensor? page_positions=None, str lengths='ragged', str pages='permuted', bool check=False"
 )
+STEP_MASK_OPTIONS = (  # those of decode, likewise
+    "str? mask=None, Tensor? document_ids=None, Tensor? prefix_lens=None, SymInt? density=None"
+)
 APPEND_OPTIONS = (
     "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, float? k_number=None,"
     " float? v_number=None, str kv_layout='nhd'"
@@ -62,10 +65,11 @@ OPERATOR_SCHEMAS = {
     ),
     "decode": f"({DECODE_READ}, {DECODE_OPTIONS}) -> (Tensor out, Tensor lse)",
     "decode_out": f"({DECODE_READ}, Tensor(a!) out, {DECODE_OPTIONS}) -> Tensor lse",
-    # of a rule
-    "decode_masked": f"({DECODE_READ}, str mask, {DECODE_OPTIONS}) -> (Tensor out, Tensor lse)",
+    "decode_masked": (
+        f"({DECODE_READ}, {STEP_MASK_OPTIONS}, {DECODE_OPTIONS}) -> (Tensor out, Tensor lse)"
+    ),
     "decode_masked_out": (
-        f"({DECODE_READ}, str mask, Tensor(a!) out, {DECODE_OPTIONS}) -> Tensor lse"
+        f"({DECODE_READ}, Tensor(a!) out, {STEP_MASK_OPTIONS}, {DECODE_OPTIONS}) -> Tensor lse"
     ),
     "append_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
@@ -88,4 +92,5 @@ PREFILL_LEFT_OUT = values_left_out(PREFILL_OPTIONS)
 MASKS_LEFT_OUT = values_left_out(f"{MASK_OPTIONS}, {PREFILL_OPTIONS}")
 CHUNKS_LEFT_OUT = values_left_out(CHUNK_OPTIONS)
 DECODE_LEFT_OUT = values_left_out(DECODE_OPTIONS)
+STEP_MASKS_LEFT_OUT = values_left_out(f"{STEP_MASK_OPTIONS}, {DECODE_OPTIONS}")
 APPEND_LEFT_OUT = values_left_out(APPEND_OPTIONS)

@@ -169,13 +169,13 @@ def _modifiers(p: Problem) -> Modifiers:
     elif p.paged and p.op != "decode":
         made |= {"cache_seqlens": _meta(p.batch, dtype=torch.int32), "block_table": _table(p)}
         made |= {"kv_layout": p.kv_layout, "max_seqlen_k": p.seqlen_k}
-    return numbers._replace(**made, **_masks(p))
+    return numbers._replace(**made, **_masks(p, keys))
 
 
-def _masks(p: Problem) -> dict[str, Any]:
-    """Those of the problem, with lists of as many blocks as there may be."""
+def _masks(p: Problem, keys: int) -> dict[str, Any]:
+    """Those of the problem, with ids of `keys` and lists of as many blocks as there may be."""
     if p.masked_by == "documents":
-        return {"document_ids": _meta(p.batch, p.seqlen_k, dtype=torch.int32)}
+        return {"document_ids": _meta(p.batch, keys, dtype=torch.int32)}
     if p.masked_by == "prefix":
         return {"prefix_lens": _meta(p.batch, dtype=torch.int32)}
     if p.masked_by != "blocks":

@@ -141,6 +141,35 @@ def test_the_bound_of_shared_memory_holds_with_a_bias(case: tuple) -> None:
     check_bound(TARGETS[arch], p, config(arch, *values))
 
 
+DOCUMENTS = {"masked_by": "documents", "density": 10}
+# (arch, dtype, head_dim, seqlen_q of eight heads, knobs)
+MASKED = [
+    ("sm_80", "bf16", 128, 1, "split", 0, 32, 2, 4),
+    ("sm_90", "bf16", 128, 4, "split", 1, 64, 4, 3),
+    ("sm_90", "fp32", 64, 9, "group", 0, 32, 8, 2),
+    ("gfx942", "bf16", 128, 4, "split", 0, 32, 4, 3),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MASKED, ids=str)
+def test_the_bound_of_shared_memory_holds_with_documents(case: tuple) -> None:
+    arch, dtype, head_dim, seqlen_q, *values = case
+    p = problem(dtype, head_dim, seqlen_q=seqlen_q, **DOCUMENTS)
+    check_bound(TARGETS[arch], p, config(arch, *values))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("swap", "seqlen_q"), [(1, 1), (1, 4), (0, 4)])
+def test_ids_that_tell_what_is_read_leave_as_many_tiles_in_flight(swap: int, seqlen_q: int) -> None:
+    """A tile's ids are there when its keys are asked for: else one buffer less is compiled."""
+    chosen = config("sm_90", "split", swap, 64, 4, 3)
+    p = Problem("decode", "bf16", 8, 32, 8, 128, seqlen_q, 512, page_size=16, **DOCUMENTS)
+    masked = compile_candidate(p, chosen, TARGETS["sm_90"])
+    plain = compile_candidate(replace(p, masked_by="", density=0), chosen, TARGETS["sm_90"])
+    assert masked.smem_bytes == plain.smem_bytes and masked.spill_bytes == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "schedule", "swap"), [(64, "split", 1), (128, "group", 0), (256, "group", 1)]

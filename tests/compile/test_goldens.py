@@ -84,6 +84,17 @@ GOLDEN_VARIANTS = (
     Variant("decode", "decode", modified=True, mask=RULE),
     Variant("decode", "decode", modified=True, paged=True, queries=True, mask=RULE),
     Variant("decode", "decode", bias=True, modified=True, paged=True, quantised=True, mask=RULE),
+    Variant("decode", "decode", documents=True, modified=True),
+    Variant("decode", "decode", documents=True, modified=True, paged=True, queries=True),
+    Variant("decode", "decode", prefix=True, modified=True, queries=True),
+    Variant(
+        "decode_last", "decode", bias=True, prefix=True, modified=True, paged=True, queries=True
+    ),
+    Variant(
+        *("decode", "decode"),
+        **dict.fromkeys(("documents", "modified", "paged", "queries", "quantised"), True),
+    ),
+    Variant("decode_latent", "decode", documents=True, modified=True, queries=True),
     Variant("decode_last", "decode", bias=True, modified=True, paged=True),
     Variant("decode_last", "decode", modified=True, paged=True, mask=RULE),
     Variant("decode_last", "decode", modified=True, paged=True),
@@ -161,7 +172,7 @@ def problem_of(variant: Variant, **changes) -> Problem:
         "kv_dtype": "fp8_e4m3" if variant.quantised else "",
         "kv_scales": "token" if variant.token_scales else "",
         "head_dim_v": 64 if variant.head_dim_v else 0,
-        "window_left": 100 if variant.window or variant.modified else -1,
+        "window_left": 100 if variant.window or (variant.modified and not variant.prefix) else -1,
         **{modifier: getattr(variant, modifier) for modifier in MODIFIERS},
         **dict.fromkeys(("softcap", "sinks") if variant.modified else (), True),
         **dict.fromkeys(("alibi",) if variant.modified and not variant.bias else (), True),

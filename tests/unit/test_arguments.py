@@ -11,7 +11,7 @@ from autoflash.runtime.arguments import (
     refuse_arguments,
     scale_or_default,
 )
-from autoflash.runtime.dispatch import DECODE_OTHERS, PREFILL_OTHERS, decode, prefill
+from autoflash.runtime.dispatch import PREFILL_OTHERS, prefill
 from autoflash.runtime.match import MATCH_RULES
 from autoflash.runtime.modifiers import Modifiers
 from autoflash.runtime.problem import Problem, ProblemError
@@ -184,26 +184,75 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [(prefill, name) for name in PREFILL_OTHERS] + [(decode, name) for name in DECODE_OTHERS],
-)
-def test_each_argument_that_is_not_served_yet_is_refused_by_its_own_name(function, name):
-    tensors = [torch.zeros(2, 2)] * (3 if function is prefill else 4)
+@pytest.mark.parametrize("name", PREFILL_OTHERS)
+def test_each_argument_that_is_not_served_yet_is_refused_by_its_own_name(name):
     value = REFUSED.get(name, torch.zeros(2))
-    refused = f"{function.__name__}: {name} is not supported yet"
-    with pytest.raises(ProblemError, match=refused):
-        function(*tensors, **{name: value})
+    with pytest.raises(ProblemError, match=f"prefill: {name} is not supported yet"):
+        prefill(*[torch.zeros(2, 2)] * 3, **{name: value})
 
 
-def test_what_a_step_does_not_take_is_refused_with_what_serves_instead():
-    tensors = [torch.zeros(2, 2)] * 4
-    for name, instead in (
-        ("document_ids", "a document is a sequence of its own, or pages of page_positions"),
-        ("prefix_lens", "prefill takes it, and the last query sees the whole prefix anyway"),
-    ):
-        with pytest.raises(ProblemError, match=f"^decode: {name} is not supported yet: {instead}$"):
-            decode(*tensors, **{name: torch.zeros(2)})
+def masked_step(queries=3, **given):
+    """The problem of a step over pages for 48 keys of each of three sequences."""
+    call = decode_call(q=torch.zeros(3, queries, 4, 32), modifiers=Modifiers(**given))
+    return decode_problem(**call)
+
+
+def test_documents_and_prefixes_of_a_step_are_masks_of_its_problem():
+    p = masked_step(document_ids=torch.zeros(3, 48).int(), mask="h > 1", window=(4, 0))
+    assert (p.masked_by, p.density) == ("documents", 10) and p.masks == ("documents", "mask")
+    p = masked_step(prefix_lens=torch.zeros(3).int(), density=7)
+    assert (p.masked_by, p.density) == ("prefix", 7)
+    assert p.switches == ("prefix", "paged", "queries")
+
+
+def test_a_prefix_of_one_query_token_is_nothing_but_is_looked_at():
+    prefix = torch.zeros(3).int()
+    assert masked_step(1, prefix_lens=prefix) == masked_step(1)
+    with pytest.raises(ProblemError, match=r"decode: prefix_lens is \(1,\), expected \(3,\)"):
+        masked_step(1, prefix_lens=prefix[:1])
+    with pytest.raises(ProblemError, match="prefix and a window exclude each other"):
+        masked_step(1, prefix_lens=prefix, window=(4, 0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"document_ids": torch.zeros(3, 48)},
+            "document_ids is torch.float32, expected torch.int32",
+        ),
+        (
+            {"document_ids": torch.zeros(3, 47).int()},
+            r"document_ids is \(3, 47\), expected \(3, 48",
+        ),
+        ({"document_ids": torch.zeros(3, 96).int()[:, ::2]}, "document_ids's last dimension must"),
+        (
+            {"document_ids": torch.zeros(48, device="meta").int()},
+            "document_ids is on meta, q is on",
+        ),
+        ({"density": 5}, "density 5 is of a mask, and none is given"),
+        ({"mask": "h > 1", "density": 0}, "density 0 is not from 1 to 100 percent"),
+    ],
+)
+def test_masks_that_do_not_fit_a_step_are_refused_by_name(given, message):
+    with pytest.raises(ProblemError, match=f"^decode: {message}"):
+        masked_step(**given)
+    both = {"document_ids": torch.zeros(3, 48).int(), "prefix_lens": torch.zeros(3).int()}
+    with pytest.raises(ProblemError, match="decode: documents and prefix exclude"):
+        masked_step(**both)
+
+
+def test_of_chosen_pages_ids_have_as_many_keys_as_sequences_do():
+    positions = torch.tensor([[0, 1, 9]] * 3, dtype=torch.int32)
+    given = {"page_positions": positions, "document_ids": torch.zeros(3, 160).int()}
+    problem = masked_step(**given)
+    assert problem.pages == "chosen" and problem.masked_by == "documents"
+    call = decode_call()
+    lengths = torch.tensor([150, 1, 160], dtype=torch.int32)
+    entries = (call["k_cache"], lengths, call["block_table"], positions, None)
+    check_cache_entries(problem, *entries, given["document_ids"])
+    with pytest.raises(ProblemError, match=r"cache_seqlens holds 160, not in 0\.\.159"):
+        check_cache_entries(problem, *entries, given["document_ids"][:, :159])
 
 
 def test_a_rule_of_a_step_is_part_of_its_problem_in_one_spelling():
@@ -217,7 +266,7 @@ def test_a_rule_of_a_step_is_part_of_its_problem_in_one_spelling():
 
 def test_what_the_table_calls_refused_is_refused():
     refused = {name for name, rule in MATCH_RULES.items() if rule == "refused"}
-    assert refused <= {*PREFILL_OTHERS, *DECODE_OTHERS}
+    assert refused <= {*PREFILL_OTHERS}
 
 
 def test_an_output_of_another_shape_or_type_is_refused():

@@ -119,8 +119,9 @@ def test_documents_are_for_prefill_with_an_axis_of_sequences():
             Problem("prefill", **where, **documents)
     with pytest.raises(ProblemError, match="documents: prefill of packed sequences takes prefixes"):
         Problem("backward", layout="thd", **documents)
-    with pytest.raises(ProblemError, match="documents: of masks beyond windows decode takes a"):
-        Problem("decode", **documents)
+    blocks = {**documents, "masked_by": "blocks", "mask_block_q": 16, "mask_block_k": 16}
+    with pytest.raises(ProblemError, match="blocks: decode takes documents, prefixes and rules of"):
+        Problem("decode", **blocks)
     with pytest.raises(ProblemError, match="density 5 is not from 1 to 100 percent, or 0 without"):
         Problem("prefill", **{**documents, "masked_by": ""})
 

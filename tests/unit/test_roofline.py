@@ -11,7 +11,7 @@ from autoflash.gpu import known
 from autoflash.inputs import make_inputs, packed_lengths
 from autoflash.mask import visible
 from autoflash.problem import Problem
-from autoflash.roofline import floor, visible_pairs
+from autoflash.roofline import cache_bytes, floor, visible_pairs
 from autoflash.visibility import seen_keys
 
 H200 = known("NVIDIA_H200")
@@ -43,6 +43,17 @@ def test_pairs_of_documents_and_prefixes_are_those_of_the_reference(
     masks = make_inputs(problem).modifiers.masks
     seen = seen_keys(problem, masks, 0, range(1), rows, problem.seqlen_k, seqlen_q)
     assert visible_pairs(problem) == int(seen.sum())
+
+
+def test_a_step_reads_its_last_document_of_each_sequence_and_a_prefix_adds_nothing():
+    problem = Problem("decode", "bf16", 4, 8, 2, 64, 1, 1000, page_size=16)
+    documents = replace(problem, masked_by="documents", density=10)
+    assert cache_bytes(documents) * 10 == cache_bytes(problem)
+    assert visible_pairs(documents) * 10 == visible_pairs(problem)
+    several = replace(problem, seqlen_q=4)
+    prefix = replace(several, masked_by="prefix", density=10)
+    assert visible_pairs(prefix) == visible_pairs(several)
+    assert cache_bytes(prefix) == cache_bytes(several)
 
 
 def test_a_prefix_ends_with_each_packed_sequence():

@@ -129,6 +129,7 @@ def test_masks_are_switches_with_a_density_and_blocks_of_their_own(tmp_path):
   - {seqlen_q: 64, mask: kv_idx - q_idx < 4, head_dim_v: 32}
 decode:
   - {seqlen_k: 64, mask: kv_idx%4<h}
+  - {seqlen_k: 64, seqlen_q: [1, 2], masked_by: [documents, prefix], density: 5}
 """
     found = [
         (p.masked_by, p.density, p.mask_block_q, p.mask, p.head_dim_v)
@@ -141,7 +142,13 @@ decode:
         ("prefix", 5, 0, "", width),
         ("none", 0, 0, "kv_idx - q_idx < 4", 32),
         ("none", 0, 0, "kv_idx % 4 < h", width),
+        ("documents", 5, 0, "", width),
+        ("none", 0, 0, "", width),  # one query token sees all keys, those of a prefix too
+        ("documents", 5, 0, "", width),
+        ("prefix", 5, 0, "", width),
     ]
+    (line,) = mistakes(tmp_path, MODEL + "decode: [{seqlen_k: 64, masked_by: blocks}]")
+    assert line.endswith("decode[0].masked_by: 'blocks' is none of documents or prefix")
 
 
 @pytest.mark.parametrize(
