@@ -319,7 +319,8 @@ def make_inputs(
     if p.op != "decode" and not p.paged:
         k = tensor(tokens_k, p.num_kv_heads, p.head_dim)
         v = tensor(tokens_k, p.num_kv_heads, p.head_dim_v)
-        on = {**modifiers_for(p, normal, device, seed), **masks_of(p, device, seed, poison)}
+        own = (lengths, p.seqlen_k) if p.varlen else ()
+        on = {**modifiers_for(p, normal, device, seed), **masks_of(p, device, seed, poison, *own)}
         return completed(Inputs(p, q, k, v, **on, **starts))
     starts.pop("cu_seqlens_k", None)  # a table tells where keys are
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))

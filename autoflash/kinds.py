@@ -80,6 +80,7 @@ def _few_prefills() -> list[Problem]:
         kind(page_size=16, layout="thd", window_left=16, softcap=True, alibi=True, sinks=True),
         kind(page_size=16, causal=True, mask=RULE),
         kind(layout="thd", mask=RULE),
+        kind(page_size=16, layout="thd", masked_by="documents", density=MIXED, causal=True),
     ]
 
 
@@ -140,10 +141,15 @@ def _all_prefills() -> Iterator[Problem]:
         where = {"layout": layout, "page_size": page_size, "mask": RULE}
         yield like(wide, **where, **mask)
         yield like(wide, **where, **mask, softcap=True, sinks=True, bias=layout == "bshd")
-    for layout, page_size in (("thd", 0), ("bshd", 16), ("thd", 16)):
-        where = {"layout": layout, "page_size": page_size, "density": MIXED, **MASKS[-1]}
-        yield like(wide, **where)
-        yield like(wide, **where, softcap=True, alibi=True, sinks=True)
+    everything = {"softcap": True, "alibi": True, "sinks": True}
+    for layout, page_size in (("thd", 0), ("bshd", 16), ("thd", 16), ("bshd", 128)):
+        for mask in MASKS[2:]:
+            where = {"layout": layout, "page_size": page_size, "density": MIXED, **mask}
+            yield like(wide, **where)
+            yield like(wide, **where, **everything)
+        where |= {**MASKS[2], "causal": True}
+        yield like(wide, **where, window_left=16, mask=RULE)
+        yield like(wide, **where, window_left=16, bias=True)
 
 
 def _prefills_over_pages(wide: Problem, plain: Problem) -> Iterator[Problem]:

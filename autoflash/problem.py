@@ -257,6 +257,13 @@ class Variant:
         return "first_k" if self.varlen else "batch"
 
     @property
+    def tile_of_queries(self) -> str:
+        """The number of a kernel's tile among all, by which its range of keys is found."""
+        if self.varlen:
+            return "start // BLOCK_M"
+        return "batch * tl.cdiv(seqlen_q, BLOCK_M) + start_m // BLOCK_M"
+
+    @property
     def mask_rule(self) -> str:
         """The custom mask as Triton has it."""
         return in_triton(str(self.mask))

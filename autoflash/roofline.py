@@ -37,8 +37,9 @@ def visible_pairs(problem: Problem) -> int:
     p = problem
     if p.masked_by == "documents" and p.op == "decode":
         return _pairs_in(p, [p.seqlen_q] * p.batch, _last_documents(p))
-    if p.masked_by == "documents" and p.seqlen_q == p.seqlen_k:
-        every = [keys for lengths in document_lengths(p) for keys in lengths]
+    if p.masked_by == "documents" and p.seqlen_q == p.seqlen_k and not p.paged:
+        own = _lengths(p)[1]
+        every = [keys for lengths in document_lengths(p, lengths=own) for keys in lengths]
         return _pairs_in(p, every, every)
     if p.masked_by == "blocks":
         return max(1, p.batch * p.seqlen_q * p.seqlen_k * p.density // 100)

@@ -31,7 +31,6 @@ AXES = {  # of K and V, by layout
 INDEX_DTYPES = (torch.int32, torch.int64)
 INSTEAD = {  # what serves in place of what is not supported
     "prefill: packed or over pages: block_mask": "mask hides keys, and decode reads chosen pages",
-    "prefill: packed or over pages: document_ids": "each document is a sequence of cu_seqlens",
 }
 
 

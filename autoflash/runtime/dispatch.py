@@ -102,11 +102,12 @@ def prefill(
     Sequences of any lengths may be packed one after the other: q is (total_q, num_heads, head_dim),
     k and v (total_k, num_kv_heads, head_dim), `lse` (num_heads, total_q). `cu_seqlens_q` and
     `cu_seqlens_k`, int32 or int64 (batch + 1,), say where each begins; none has more queries than
-    `max_seqlen_q`, nor more keys than `max_seqlen_k`, and a `bias` has so many of both. Rows past
-    the last one are not written. Rules and prefixes count queries and keys in each sequence.
+    `max_seqlen_q`, nor more keys than `max_seqlen_k`, and a `bias` has so many of both, ids are
+    (batch, max_seqlen_k). Rows past the last one are not written. Rules, ids and prefixes count
+    queries and keys in each sequence.
     With a `block_table` the keys are those of a cache, of which q, packed too, are the last: k, v,
-    `block_table`, `cache_seqlens`, `kv_layout`, and a `bias` or rule, packed queries counted in
-    their own sequence, are as in decode(), any number of queries may come at once, and
+    `block_table`, `cache_seqlens`, `kv_layout`, and a `bias`, ids or rule, packed queries counted
+    in their own sequence, are as in decode(), any number of queries may come at once, and
     `max_seqlen_k`, which no length may pass, only helps the choice.
     Never waits for the device, but to look at these with `check`.
     Where the module carries a backward, `out` and `lse` are differentiable once with respect to q,
@@ -147,7 +148,7 @@ def prefill(
     masks = (block_mask, document_ids, prefix_lens, mask, density)
     masked = masks != (None,) * 5
     if masked and packed:
-        refuse_arguments("prefill: packed or over pages", Masks._fields[:2], masks[:2])
+        refuse_arguments("prefill: packed or over pages", Masks._fields[:1], masks[:1])
     if torch.compiler.is_compiling():
         refuse_arguments("prefill: in a graph", ("batch_invariant",), (batch_invariant or None,))
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)

@@ -54,9 +54,9 @@ class Modifiers(NamedTuple):
         """Those that a launch names, of which blocks have several."""
         plain = (self.alibi_slopes, self.bias, self.sinks, self.rng)
         plain += (self.cu_seqlens_q, self.cu_seqlens_k)
-        if self.block_table is not None and self.prefix_lens is None:
-            return (*plain, self.cache_seqlens, self.block_table)
         if self.block_mask is None and self.document_ids is None and self.prefix_lens is None:
+            if self.block_table is not None:
+                return (*plain, self.cache_seqlens, self.block_table)
             return plain
         if self.cu_seqlens_q is not None or self.block_table is not None:
             plain += (self.cache_seqlens, self.block_table)  # which have their place, given or not
@@ -135,10 +135,10 @@ def prefill_plan(
     module: ModuleType, problem: Problem, modifiers: Modifiers, *arguments: Any
 ) -> list[Any]:
     """What a rendered text launches for these arguments of its plan() and `modifiers_of` them."""
-    if problem.varlen or problem.paged:
-        return module.plan(modifiers, *arguments)
     if problem.masked_by == "documents":
         return module.plan_documents(modifiers, *arguments)
+    if problem.varlen or problem.paged:
+        return module.plan(modifiers, *arguments)
     if problem.windowed or problem.modifiers or problem.masked_by != NONE:
         return module.plan_modified(modifiers, *arguments)
     return module.plan(*arguments)

@@ -277,11 +277,13 @@ def problem_error(p: Problem) -> str | None:
 
 def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
+    if p.masked_by == "documents" and p.op == "backward" and p.varlen:
+        return "documents: there is no backward of packed sequences under such masks yet"
     if p.masked_by == "blocks" and p.op == "decode":
         return "blocks: decode takes documents, prefixes and rules of such masks"
-    if p.masked_by in ("blocks", "documents") and p.op != "decode" and (p.varlen or p.paged):
+    if p.masked_by == "blocks" and (p.varlen or p.paged):
         which = "of packed sequences" if p.varlen else "over pages"
-        return f"{p.masked_by}: prefill {which} takes prefixes and rules alone of such masks"
+        return f"blocks: prefill {which} takes documents, prefixes and rules of such masks"
     if p.masked_by in ("blocks", "prefix") and p.windowed:
         return f"{p.masked_by} and a window exclude each other"
     if p.masked_by == "prefix" and not p.causal:

@@ -105,6 +105,8 @@ def test_the_plans_of_chunks_modified_steps_and_backward_masks_are_those_that_we
         prefill_of(layout="thd", mask="kv_idx % 4 < h"),
         prefill_of(layout="thd", masked_by="prefix", density=10),
         prefill_of(seqlen_k=2040, page_size=16, lengths="ragged", masked_by="prefix", density=10),
+        prefill_of(layout="thd", masked_by="documents", density=10),
+        prefill_of(seqlen_k=2040, page_size=16, layout="thd", masked_by="documents", density=10),
         decode_of(page_size=16, window_left=100, sinks=True),
         decode_of(page_size=16, pages="chosen", lengths="ragged"),
         decode_of(seqlen_k=500, page_size=16, seqlen_q=3, bias=True),

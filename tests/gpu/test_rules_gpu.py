@@ -1,4 +1,4 @@
-"""Rules and prefixes over caches and of packed sequences on a GPU: candidates, the module."""
+"""Rules, prefixes, documents of caches and packed sequences on a GPU: candidates, the module."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ RULE = "(q_idx - kv_idx) // 8 % 3 != 1 and not (h == 1 and b <= 0) or abs(q_idx 
 # all keys of some heads, queries and sequences, and of most parts of the longest one
 HIDING = "h != 2 and (b != 6 or kv_idx >= 3000) and not (b == 5 and q_idx == 1) and b != 4"
 PREFIX: dict[str, Any] = {"masked_by": "prefix", "density": 30}
+DOCUMENTS: dict[str, Any] = {"masked_by": "documents", "density": 30}
 LENGTHS = [0, 1, 2, 5, 64, 65, 4096]
 KEYS = [0, 1, 17, 77, 128, 300, 641]  # of chunks of 77 queries
 PACKED = [(1, 641), (0, 5), (77, 77), (64, 300), (5, 0), (33, 129)]
@@ -79,6 +80,12 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
         ("", {"layout": "thd", **PREFIX}),
         (RULE, {"page_size": 16, **PREFIX, "dtype": "fp32", "head_dim": 40}),
         ("", {"page_size": 128, "layout": "thd", **PREFIX, "bias": True, "kv_layout": "hnd"}),
+        ("", {"layout": "thd", **DOCUMENTS}),
+        ("", {"layout": "thd", **DOCUMENTS, "causal": False, "window_left": 100, "sinks": True}),
+        ("", {"page_size": 128, **DOCUMENTS, "softcap": True, "alibi": True}),
+        ("", {"page_size": 16, "layout": "thd", **DOCUMENTS, "causal": False, "bias": True}),
+        (RULE, {"page_size": 64, "layout": "thd", **DOCUMENTS, "window_left": 100}),
+        ("", {"page_size": 16, **DOCUMENTS, "dtype": "fp32", "head_dim": 40}),
     ],
     ids=str,
 )

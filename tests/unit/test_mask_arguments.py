@@ -110,16 +110,17 @@ def test_what_is_no_block_mask_is_told():
         block_lists(torch.ones(3, 3))
 
 
-def test_documents_are_for_prefill_with_an_axis_of_sequences():
+def test_what_packed_sequences_pages_and_steps_take_of_masks():
     fields = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "seqlen_q": 8, "seqlen_k": 8}
     documents = {"masked_by": "documents", "density": 5, "dtype": "bf16", "batch": 1, **fields}
-    for where, told in (({"layout": "thd"}, "of packed s"), ({"page_size": 16}, "over pages")):
-        message = f"documents: prefill {told}.* takes prefixes and rules alone of such masks"
-        with pytest.raises(ProblemError, match=message):
-            Problem("prefill", **where, **documents)
-    with pytest.raises(ProblemError, match="documents: prefill of packed sequences takes prefixes"):
-        Problem("backward", layout="thd", **documents)
     blocks = {**documents, "masked_by": "blocks", "mask_block_q": 16, "mask_block_k": 16}
+    for where, told in (({"layout": "thd"}, "of packed s"), ({"page_size": 16}, "over pages")):
+        assert Problem("prefill", **where, **documents).masks == ("documents",)
+        message = f"blocks: prefill {told}.* takes documents, prefixes and rules of such masks"
+        with pytest.raises(ProblemError, match=message):
+            Problem("prefill", **where, **blocks)
+    with pytest.raises(ProblemError, match="documents: there is no backward of packed sequences"):
+        Problem("backward", layout="thd", **documents)
     with pytest.raises(ProblemError, match="blocks: decode takes documents, prefixes and rules of"):
         Problem("decode", **blocks)
     with pytest.raises(ProblemError, match="density 5 is not from 1 to 100 percent, or 0 without"):

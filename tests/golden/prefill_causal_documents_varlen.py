@@ -1,0 +1,644 @@
+# Rendered by autoflash: the kernels of one variant and the plan that launches them. Do not edit.
+# pyright: reportCallIssue=false
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+# Prefill attention: out = softmax(softmax_scale * q k^T + mask) v, one program per tile of queries.
+#
+# Symbols
+#   i, j          query row, key column; the query sits at position p = i + seqlen_k - seqlen_q
+#   q, out        (total_q, num_heads, HEAD_DIM), one sequence after the other
+#   k, v          (total_k, num_kv_heads, HEAD_DIM), each with strides of its own
+#   lse           (num_heads, total_q) fp32, natural logarithm; inside it is base 2
+#   head          query head
+#   cu_seqlens_q, cu_seqlens_k   (batch + 1,), where each sequence begins and the one before it ends
+#   first_q, first_k   the first token of a sequence among all, from which i and j are counted
+#   stride_xb, stride_xh, stride_xs   elements between sequences, heads, tokens of tensor x
+#   qk, p, acc    scores, exponentials, output sums of a tile; fp32
+#   m_i, l_i      running maximum of the scaled scores (base 2) and sum of exponentials, per row
+#   document_ids  (batch, seqlen_k); a query is of the document at its position
+#   key_ranges    (batch, tiles of queries, 4): what of the keys a tile's documents are in
+#
+# Tunable
+#   BLOCK_M       query rows of a program           BLOCK_N   keys of one step
+#   LOAD          "pointer" or "descriptor" (tensor memory accelerator) for q, k and v
+#   HEAD_GROUP_MIB   K and V of the heads that run side by side, so that they stay in the L2 cache
+#   num_warps, num_stages
+# Given by the problem
+#   HEAD_DIM      channels; BLOCK_D the power of two that holds them
+
+
+@triton.jit
+def tile_of_program(
+    seqlen_q,
+    heads,
+    heads_per_group,
+    BLOCK_M: tl.constexpr,
+):
+    """The first query row and the flat head of this program.
+
+    Heads are taken in groups whose K and V share the L2 cache. Within a group all heads of one row
+    of tiles run before the next row.
+    """
+    tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    program = tl.program_id(0)
+    group_first = program // (tiles * heads_per_group) * heads_per_group
+    group_heads = tl.minimum(heads_per_group, heads - group_first)
+    within = program - group_first * tiles
+    head = group_first + within % group_heads
+    tile = tiles - 1 - within // group_heads  # the last rows see the most keys: start them first
+    return tile * BLOCK_M, head
+
+
+@triton.jit
+def load_tile(
+    source,
+    first_token,
+    head,
+    start,
+    seqlen,
+    stride_s,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LOAD: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Tokens [start, start + ROWS) of one head of a sequence that begins at `first_token`.
+
+    `source` is a descriptor of the whole tensor, past `seqlen` the next sequence's tokens; or the
+    address of the sequence's head, zero past `seqlen`. Zero past HEAD_DIM. Only a PARTIAL tile may
+    reach past `seqlen`.
+    """
+    if LOAD == "descriptor":
+        tile = source.load([head, first_token + start, 0]).reshape([ROWS, BLOCK_D])
+    else:
+        offs_s = tl.arange(0, ROWS)
+        offs_d = tl.arange(0, BLOCK_D)
+        # 64 bits: one head alone may span more than 2**31 elements
+        first = source + tl.cast(start, tl.int64) * stride_s
+        pointers = first + ((offs_s.to(tl.int64) * stride_s)[:, None] + offs_d[None, :])
+        # a channel past HEAD_DIM belongs to the neighbour in a wider row and may hold anything
+        if PARTIAL and HEAD_DIM != BLOCK_D:
+            inside = (start + offs_s < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            tile = tl.load(pointers, mask=inside, other=0.0)
+        elif PARTIAL:
+            tile = tl.load(pointers, mask=(start + offs_s < seqlen)[:, None], other=0.0)
+        elif HEAD_DIM != BLOCK_D:
+            tile = tl.load(pointers, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile  # (ROWS, BLOCK_D)
+
+
+@triton.jit
+def visible(
+    offs_m,
+    offs_n,
+    seqlen_q,
+    seqlen_k,
+):
+    """Which keys `offs_n` the query rows `offs_m` see, both counted from the sequence's start."""
+    # a row below seqlen_q sees no key past seqlen_k; the rows past it are never stored
+    return offs_n[None, :] <= (offs_m + (seqlen_k - seqlen_q))[:, None]
+
+
+@triton.jit
+def key_range(
+    start_m,
+    seqlen_q,
+    seqlen_k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(full, end): every row of the tile sees the keys before `full`, no row one from `end` on."""
+    offset = seqlen_k - seqlen_q
+    end = tl.maximum(tl.minimum(start_m + BLOCK_M, seqlen_q) + offset, 0)
+    seen_by_all = tl.maximum(start_m + offset + 1, 0)
+    return seen_by_all // BLOCK_N * BLOCK_N, end
+
+
+@triton.jit
+def documents_of_rows(
+    document_ids,
+    offs_m,
+    seqlen_q,
+    seqlen_k,
+):
+    """The ids at the rows' positions, of those that have one."""
+    position = offs_m + (seqlen_k - seqlen_q)
+    inside = (position >= 0) & (offs_m < seqlen_q)
+    return tl.load(document_ids + position, mask=inside, other=0)
+
+
+@triton.jit
+def same_document(
+    document_ids,
+    row_ids,
+    offs_m,
+    offs_n,
+    seqlen_q,
+    seqlen_k,
+):
+    """Which keys are of the document at a row's position; a row before all keys is of none."""
+    key_ids = tl.load(document_ids + offs_n, mask=offs_n < seqlen_k, other=0)
+    has_one = offs_m + (seqlen_k - seqlen_q) >= 0
+    return (row_ids[:, None] == key_ids[None, :]) & has_one[:, None]
+
+
+@triton.jit
+def within_documents(
+    key_ranges,
+    first,
+    full,
+    full_end,
+    end,
+    BLOCK_N: tl.constexpr,
+):
+    """(first, full, full_end, end) of a tile, with what its documents leave of it.
+
+    `key_ranges` has the same four of the documents alone.
+    """
+    first = tl.maximum(first, tl.load(key_ranges))
+    end = tl.minimum(end, tl.load(key_ranges + 3))
+    seen_from = tl.maximum(full, tl.load(key_ranges + 1))
+    seen_to = tl.minimum(full_end, tl.load(key_ranges + 2))
+    full = first + tl.cdiv(tl.maximum(seen_from - first, 0), BLOCK_N) * BLOCK_N
+    steps = tl.maximum(seen_to - full, 0) // BLOCK_N
+    return first, full, full + steps * BLOCK_N, end
+
+
+@triton.jit
+def online_softmax(
+    qk,
+    m_i,
+    scale_log2,
+    MASKED: tl.constexpr,
+):
+    """(p, alpha, m_i) of one tile of scores: exponentials, factor of what was summed, maximum.
+
+    A MASKED tile comes scaled, holds -inf where the mask hides, and may leave a row empty.
+    """
+    if MASKED:
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        # an empty row has no maximum; any finite one keeps -inf - (-inf) away
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.math.exp2(qk - shift[:, None])
+    else:
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * scale_log2)
+        shift = m_new
+        p = tl.math.exp2(qk * scale_log2 - shift[:, None])  # one multiply-add and one exp2
+    return p, tl.math.exp2(m_i - shift), m_new
+
+
+@triton.jit
+def attend(
+    acc,
+    l_i,
+    m_i,
+    q_tile,
+    k,
+    v,
+    first_k,
+    kv_head,
+    low,
+    high,
+    offs_m,
+    seqlen_q,
+    seqlen_k,
+    stride_ks,
+    stride_vs,
+    scale_log2,
+    done,
+    done_end,
+    document_ids,
+    row_ids,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LOAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """acc, l_i, m_i after the keys [low, high); with MASKED a tile may hold hidden ones.
+
+    MASKED tiles leave out [done, done_end), whole tiles of one document; `high` is as much lower.
+    """
+    for start_n in tl.range(low, high, BLOCK_N):
+        if MASKED:
+            start_n += tl.where(start_n < done, 0, done_end - done)
+        k_tile = load_tile(
+            k,
+            first_k,
+            kv_head,
+            start_n,
+            seqlen_k,
+            stride_ks,
+            BLOCK_N,
+            HEAD_DIM,
+            BLOCK_D,
+            LOAD,
+            MASKED,
+        )
+        qk = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+        if MASKED:
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            seen = visible(offs_m, offs_n, seqlen_q, seqlen_k)
+            seen &= same_document(document_ids, row_ids, offs_m, offs_n, seqlen_q, seqlen_k)
+            qk = tl.where(seen, qk * scale_log2, float("-inf"))
+        p, alpha, m_i = online_softmax(qk, m_i, scale_log2, MASKED)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v_tile = load_tile(
+            v,
+            first_k,
+            kv_head,
+            start_n,
+            seqlen_k,
+            stride_vs,
+            BLOCK_N,
+            HEAD_DIM,
+            BLOCK_D,
+            LOAD,
+            MASKED,
+        )
+        if MASKED and LOAD == "descriptor":
+            # the next sequence's values may be no numbers, which zeros do not hide
+            v_tile = tl.where((offs_n < seqlen_k)[:, None], v_tile, 0.0)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+    return acc, l_i, m_i
+
+
+@triton.jit
+def sequence_of_tile(
+    cu_seqlens_q,
+    batches,
+    tile,
+    BLOCK_M: tl.constexpr,
+):
+    """The sequence of a tile of the whole batch, and the tile's first row in it.
+
+    Sequence b has the tiles from cu_seqlens_q[b] // BLOCK_M + b on: room for all of its own
+    whatever the lengths are, so that nobody needs to know them. One may be left over, past its end.
+    """
+    low, high = tile * 0, batches
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(cu_seqlens_q + middle).to(tl.int32) // BLOCK_M + middle
+        high = tl.where(begins <= tile, high, middle)
+        low = tl.where(begins <= tile, middle, low)
+    first_tile = tl.load(cu_seqlens_q + low).to(tl.int32) // BLOCK_M + low
+    return low, (tile - first_tile) * BLOCK_M
+
+
+@triton.jit
+def span_of(cu_seqlens, batch):
+    """The first token of a sequence and how many it has."""
+    first = tl.load(cu_seqlens + batch).to(tl.int32)
+    return first, tl.load(cu_seqlens + batch + 1).to(tl.int32) - first
+
+
+@triton.jit(
+    do_not_specialize=[
+        "group_size",
+        "heads",
+        "heads_per_group",
+        "tiles",
+        "batches",
+        "total_q",
+        "stride_jb",
+    ]
+)
+def prefill_kernel(
+    document_ids,
+    stride_jb,
+    key_ranges,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    scale_log2,
+    stride_qh,
+    stride_qs,
+    stride_kh,
+    stride_ks,
+    stride_vh,
+    stride_vs,
+    stride_oh,
+    stride_os,
+    heads,
+    group_size,
+    heads_per_group,
+    tiles,
+    batches,
+    total_q,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LOAD: tl.constexpr,
+    BOUNDARY: tl.constexpr,
+):
+    """One tile of query rows of one head. `lse` may be None.
+
+    Without BOUNDARY every tile of keys is whole and seen by all rows.
+    """
+    # tiles of all sequences, as if they were those of one
+    start, q_head = tile_of_program(tiles * BLOCK_M, heads, heads_per_group, BLOCK_M)
+    batch, start_m = sequence_of_tile(cu_seqlens_q, batches, start // BLOCK_M, BLOCK_M)
+    first_q, seqlen_q = span_of(cu_seqlens_q, batch)
+    if start_m >= seqlen_q:
+        return
+    first_k, seqlen_k = span_of(cu_seqlens_k, batch)
+    kv_head = q_head // group_size
+    if LOAD == "pointer":
+        q += tl.cast(first_q, tl.int64) * stride_qs + tl.cast(q_head, tl.int64) * stride_qh
+        k += tl.cast(first_k, tl.int64) * stride_ks + tl.cast(kv_head, tl.int64) * stride_kh
+        v += tl.cast(first_k, tl.int64) * stride_vs + tl.cast(kv_head, tl.int64) * stride_vh
+    q_tile = load_tile(
+        q, first_q, q_head, start_m, seqlen_q, stride_qs, BLOCK_M, HEAD_DIM, BLOCK_D, LOAD, True
+    )
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    full, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N)
+    document_ids += tl.cast(batch, tl.int64) * stride_jb
+    row_ids = documents_of_rows(document_ids, offs_m, seqlen_q, seqlen_k)
+    key_ranges += (start // BLOCK_M).to(tl.int64) * 4
+    first, full_end, full = full * 0, full, full * 0
+    first, full, full_end, end = within_documents(key_ranges, first, full, full_end, end, BLOCK_N)
+    acc, l_i, m_i = attend(
+        acc,
+        l_i,
+        m_i,
+        q_tile,
+        k,
+        v,
+        first_k,
+        kv_head,
+        full,
+        full_end,
+        offs_m,
+        seqlen_q,
+        seqlen_k,
+        stride_ks,
+        stride_vs,
+        scale_log2,
+        full,
+        full_end,
+        document_ids,
+        row_ids,
+        BLOCK_N,
+        HEAD_DIM,
+        BLOCK_D,
+        LOAD,
+        False,
+    )
+    if BOUNDARY:
+        acc, l_i, m_i = attend(
+            acc,
+            l_i,
+            m_i,
+            q_tile,
+            k,
+            v,
+            first_k,
+            kv_head,
+            first,
+            end - (full_end - full),
+            offs_m,
+            seqlen_q,
+            seqlen_k,
+            stride_ks,
+            stride_vs,
+            scale_log2,
+            full,
+            full_end,
+            document_ids,
+            row_ids,
+            BLOCK_N,
+            HEAD_DIM,
+            BLOCK_D,
+            LOAD,
+            True,
+        )
+    inside = offs_m < seqlen_q
+    if lse is not None:
+        lse_log2 = m_i + tl.math.log2(l_i)  # -inf for an empty row
+        lse += tl.cast(q_head, tl.int64) * total_q + first_q
+        tl.store(lse + offs_m, lse_log2 * 0.6931471805599453, mask=inside)  # ln(2)
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    out += tl.cast(first_q, tl.int64) * stride_os + tl.cast(q_head, tl.int64) * stride_oh
+    offs_d = tl.arange(0, BLOCK_D)
+    rows = offs_m.to(tl.int64) * stride_os
+    tl.store(
+        out + rows[:, None] + offs_d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=inside[:, None] & (offs_d < HEAD_DIM)[None, :],
+    )
+
+
+CHUNKS_AT_ONCE = 512  # whose extents a program looks at
+
+
+@triton.jit(do_not_specialize=["stride_jb", "chunks"])
+def document_extents_kernel(
+    document_ids,
+    extents,
+    stride_jb,
+    cu_seqlens_k,
+    chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """The least and the greatest id of each CHUNK of keys: `extents` is (batch, 2, chunks)."""
+    programs = tl.cdiv(chunks, CHUNKS)
+    batch = tl.program_id(0) // programs
+    _, seqlen_k = span_of(cu_seqlens_k, batch)
+    offs_c = tl.program_id(0) % programs * CHUNKS + tl.arange(0, CHUNKS)
+    offs_n = offs_c[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = offs_n < seqlen_k
+    ids = document_ids + (tl.cast(batch, tl.int64) * stride_jb + offs_n)
+    least = tl.min(tl.load(ids, mask=inside, other=0x7FFFFFFF), 1)
+    greatest = tl.max(tl.load(ids, mask=inside, other=-0x80000000), 1)
+    extents += tl.cast(batch, tl.int64) * 2 * chunks
+    tl.store(extents + offs_c, least, mask=offs_c < chunks)
+    tl.store(extents + chunks + offs_c, greatest, mask=offs_c < chunks)
+
+
+@triton.jit(do_not_specialize=["stride_jb", "seqlen_q", "batches", "chunks"])
+def document_ranges_kernel(
+    document_ids,
+    extents,
+    key_ranges,
+    stride_jb,
+    cu_seqlens_q,
+    batches,
+    cu_seqlens_k,
+    chunks,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """(first, full, full_end, end) of the keys that one tile of queries may see by its documents.
+
+    Ids of a chunk that lie between the tile's do not say that they meet: in any order of documents
+    no key is left out that is seen, and where ids rise none is taken in vain but in chunks at the
+    edges. [full, full_end) are chunks of the one document that all rows of the tile are of.
+    """
+    batch, start_m = sequence_of_tile(cu_seqlens_q, batches, tl.program_id(0), BLOCK_M)
+    _, seqlen_q = span_of(cu_seqlens_q, batch)
+    _, seqlen_k = span_of(cu_seqlens_k, batch)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    position = offs_m + (seqlen_k - seqlen_q)
+    inside = (position >= 0) & (offs_m < seqlen_q)
+    ids = document_ids + (tl.cast(batch, tl.int64) * stride_jb + position)
+    low = tl.min(tl.load(ids, mask=inside, other=0x7FFFFFFF), 0)
+    high = tl.max(tl.load(ids, mask=inside, other=-0x80000000), 0)
+    of_one = (low == high) & (start_m + (seqlen_k - seqlen_q) >= 0)
+    extents += tl.cast(batch, tl.int64) * 2 * chunks
+    first, last, full = chunks, chunks * 0 - 1, chunks
+    for start_c in tl.range(0, chunks, CHUNKS):
+        offs_c = start_c + tl.arange(0, CHUNKS)
+        least = tl.load(extents + offs_c, mask=offs_c < chunks, other=0x7FFFFFFF)
+        greatest = tl.load(extents + chunks + offs_c, mask=offs_c < chunks, other=-0x80000000)
+        meets = (least <= high) & (greatest >= low)
+        first = tl.minimum(first, tl.min(tl.where(meets, offs_c, chunks), 0))
+        last = tl.maximum(last, tl.max(tl.where(meets, offs_c, -1), 0))
+        whole = meets & of_one & (least == greatest) & ((offs_c + 1) * CHUNK <= seqlen_k)
+        full = tl.minimum(full, tl.min(tl.where(whole, offs_c, chunks), 0))
+    full_end = last + 1
+    for start_c in tl.range(full, last + 1, CHUNKS):
+        offs_c = start_c + tl.arange(0, CHUNKS)
+        least = tl.load(extents + offs_c, mask=offs_c < chunks, other=0x7FFFFFFF)
+        greatest = tl.load(extents + chunks + offs_c, mask=offs_c < chunks, other=-0x80000000)
+        whole = (least == low) & (greatest == low) & ((offs_c + 1) * CHUNK <= seqlen_k)
+        full_end = tl.minimum(full_end, tl.min(tl.where(whole, chunks, offs_c), 0))
+    key_ranges += tl.cast(tl.program_id(0), tl.int64) * 4
+    tl.store(key_ranges, tl.minimum(first, last + 1) * CHUNK)
+    tl.store(key_ranges + 1, full * CHUNK)
+    tl.store(key_ranges + 2, tl.maximum(full, full_end) * CHUNK)
+    tl.store(key_ranges + 3, tl.minimum((last + 1) * CHUNK, seqlen_k))
+
+
+def plan_documents(
+    modifiers, q, k, v, out, lse, softmax_scale, layout, num_sms, knobs, new_workspace
+):
+    """The launch of plan() after those that find the keys of each tile of queries.
+
+    `document_ids` of `modifiers` are (batch, keys), by their place in a sequence.
+    """
+    document_ids = modifiers.document_ids
+    batch, keys = document_ids.shape
+    block_m, block_n = knobs["BLOCK_M"], knobs["BLOCK_N"]
+    tiles = q.shape[0] // block_m + batch  # as plan() has them
+    of_queries = (modifiers.cu_seqlens_q, batch)
+    of_keys = (modifiers.cu_seqlens_k,)
+    chunks = max(1, triton.cdiv(keys, block_n))
+    extents = new_workspace((batch, 2, chunks), torch.int32)
+    key_ranges = new_workspace((tiles, 4), torch.int32)
+    stride_jb, options = document_ids.stride(0), {"num_warps": 4, "num_stages": 1}
+    found = modifiers._replace(document_ids=(document_ids, stride_jb, key_ranges))
+    at_once = max(1, 1024 // block_n)  # chunks whose ids a program holds
+    return [
+        (
+            document_extents_kernel,
+            (batch * triton.cdiv(chunks, at_once),),
+            (document_ids, extents, stride_jb, *of_keys, chunks, block_n, at_once),
+            options,
+        ),
+        (
+            document_ranges_kernel,
+            (tiles,),
+            (
+                document_ids,
+                extents,
+                key_ranges,
+                stride_jb,
+                *of_queries,
+                *of_keys,
+                chunks,
+                block_m,
+                block_n,
+                CHUNKS_AT_ONCE,
+            ),
+            options,
+        ),
+        *plan(found, q, k, v, out, lse, softmax_scale, layout, num_sms, knobs, new_workspace),
+    ]
+
+
+LOG2_E = 1.4426950408889634
+
+
+def source_of(tensor, block, load):
+    """What a kernel loads tiles of `block` tokens from: the tensor, or its host descriptor."""
+    if load == "pointer":
+        return tensor
+    order = (1, 0, 2)
+    return TensorDescriptor(
+        tensor,
+        [tensor.shape[axis] for axis in order],
+        [tensor.stride(axis) for axis in order],
+        [1, block, triton.next_power_of_2(tensor.shape[2])],
+    )
+
+
+def describable(tensor):
+    """Whether a descriptor may name the tensor: not empty, 16-byte steps, none of them 0."""
+    steps = (stride * tensor.element_size() for stride in tensor.stride()[:2])
+    aligned = all(step > 0 and step % 16 == 0 for step in steps)
+    return aligned and tensor.data_ptr() % 16 == 0 and tensor.numel() > 0
+
+
+def plan(modifiers, q, k, v, out, lse, softmax_scale, layout, num_sms, knobs, new_workspace):
+    """The launch: [(kernel, grid, arguments, options)]. Nothing is read from the device.
+
+    Of `modifiers` the text reads what it is for: `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,) and
+    `max_seqlen_k`, which only says how many heads share the cache; `window` (left, right), -1
+    unbounded; `softcap`, a number; `alibi_slopes` (batch, num_heads) and `sinks` (num_heads,).
+    `document_ids` are what plan_documents() makes of them.
+    A call whose tensors no descriptor can name is loaded by pointers whatever the knob says.
+    """
+    total_q, num_heads, head_dim = q.shape
+    batches = modifiers.cu_seqlens_q.shape[0] - 1
+    group_size = num_heads // k.shape[1]
+    block_m, block_n, load = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["LOAD"]
+    if load == "descriptor" and not all(map(describable, (q, k, v))):
+        load = "pointer"
+    tiles = total_q // block_m + batches  # each sequence begins one: never more than these
+    kv_bytes = max(1, 2 * modifiers.max_seqlen_k * head_dim * k.element_size())  # of one KV head
+    kv_heads_per_group = max(1, (knobs["HEAD_GROUP_MIB"] << 20) // kv_bytes)
+    arguments = (
+        *modifiers.document_ids,
+        modifiers.cu_seqlens_q,
+        modifiers.cu_seqlens_k,
+        source_of(q, block_m, load),
+        source_of(k, block_n, load),
+        source_of(v, block_n, load),
+        out,
+        lse,
+        softmax_scale * LOG2_E,  # exp2 is one instruction: log2(e) goes into the scale
+        *(tensor.stride(axis) for tensor in (q, k, v, out) for axis in (1, 0)),
+        num_heads,
+        group_size,
+        min(num_heads, kv_heads_per_group * group_size),
+        tiles,
+        batches,
+        total_q,
+        block_m,
+        block_n,
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        load,
+        True,
+    )
+    options = {"num_warps": knobs["num_warps"], "num_stages": knobs["num_stages"]}
+    return [(prefill_kernel, (tiles * num_heads,), arguments, options)]
