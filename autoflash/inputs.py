@@ -307,10 +307,11 @@ def make_inputs(
     order = (0, 1, 2, 3) if p.layout == "bshd" else (0, 2, 1, 3)
     tokens_q, tokens_k = p.seqlen_q, p.seqlen_k
     starts: dict[str, Any] = {}
+    packed_keys: list[int] | None = None
     if p.varlen:
         each = packed_lengths(p, lengths, seed)
         tokens_q, tokens_k = map(sum, each)
-        lengths = each[1]
+        lengths = packed_keys = each[1]
         starts = {
             name: torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
             for name, own in zip(("cu_seqlens_q", "cu_seqlens_k"), each)
@@ -319,8 +320,8 @@ def make_inputs(
     if p.op != "decode" and not p.paged:
         k = tensor(tokens_k, p.num_kv_heads, p.head_dim)
         v = tensor(tokens_k, p.num_kv_heads, p.head_dim_v)
-        own = (lengths, p.seqlen_k) if p.varlen else ()
-        on = {**modifiers_for(p, normal, device, seed), **masks_of(p, device, seed, poison, *own)}
+        masks = masks_of(p, device, seed, poison, packed_keys, p.seqlen_k)
+        on = {**modifiers_for(p, normal, device, seed), **masks}
         return completed(Inputs(p, q, k, v, **on, **starts))
     starts.pop("cu_seqlens_k", None)  # a table tells where keys are
     valid = torch.tensor(lengths if lengths is not None else sequence_lengths(p, seed))

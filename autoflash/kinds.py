@@ -143,13 +143,13 @@ def _all_prefills() -> Iterator[Problem]:
         yield like(wide, **where, **mask, softcap=True, sinks=True, bias=layout == "bshd")
     everything = {"softcap": True, "alibi": True, "sinks": True}
     for layout, page_size in (("thd", 0), ("bshd", 16), ("thd", 16), ("bshd", 128)):
+        where = {"layout": layout, "page_size": page_size, "density": MIXED}
         for mask in MASKS[2:]:
-            where = {"layout": layout, "page_size": page_size, "density": MIXED, **mask}
-            yield like(wide, **where)
-            yield like(wide, **where, **everything)
-        where |= {**MASKS[2], "causal": True}
-        yield like(wide, **where, window_left=16, mask=RULE)
-        yield like(wide, **where, window_left=16, bias=True)
+            yield like(wide, **where, **mask)
+            yield like(wide, **where, **mask, **everything)
+        windowed = {**where, "masked_by": "documents", "window_left": 16}
+        yield like(wide, **windowed, mask=RULE)
+        yield like(wide, **windowed, bias=True)
 
 
 def _prefills_over_pages(wide: Problem, plain: Problem) -> Iterator[Problem]:
