@@ -121,7 +121,7 @@ def samples(family: Family) -> list[Problem]:
         beside = (name for name in MASKED_BY if name != "prefix")  # which is causal beyond it
         every += [sample("prefill", masked_by=name) for name in beside]
         for varlen, paged in ((True, False), (False, True), (True, True)):
-            where = {"paged": paged, "varlen": varlen}
+            where: dict[str, Any] = {"paged": paged, "varlen": varlen}
             masked = ("prefix", True), ("documents", True), ("documents", False)
             every += [sample("prefill", **where, masked_by=m, causal=c) for m, c in masked]
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]

@@ -45,6 +45,10 @@ def packed_with_prefixes(module):
     return packed(module, prefix_lens=torch.tensor([3, 9], dtype=torch.int32))
 
 
+def packed_with_documents(module):
+    return packed(module, document_ids=torch.zeros(2, 40, dtype=torch.int32))
+
+
 def chunks(module, **more):
     q, k, v = normal(2, 40, 2, 64), normal(9, 128, 1, 64), normal(9, 128, 1, 64)
     tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "sinks": normal(2)}
@@ -59,8 +63,12 @@ def chunks_with_prefixes(module):
     return chunks(module, sinks=None, prefix_lens=torch.tensor([3, 99], dtype=torch.int32))
 
 
-def decode(module, **more):
-    q = normal(2, 1, 4, 64)
+def chunks_with_documents(module):
+    return chunks(module, sinks=None, document_ids=torch.zeros(2, 1024, dtype=torch.int32))
+
+
+def decode(module, tokens=1, **more):
+    q = normal(2, tokens, 4, 64)
     caches = {"k_cache": normal(2, 4096, 2, 64), "v_cache": normal(2, 4096, 2, 64)}
     tensors = {"q": q, **caches, "cache_seqlens": LENGTHS.clone(), "out": torch.empty_like(q)}
     module.decode(**{**tensors, **more})
@@ -73,6 +81,14 @@ def decode_with_modifiers(module):
 
 def decode_with_bias(module):
     return decode(module, bias=normal(2, 4, 1, 4096), sinks=normal(4))
+
+
+def decode_with_documents(module):
+    return decode(module, document_ids=torch.zeros(2, 4096, dtype=torch.int32), sinks=normal(4))
+
+
+def decode_with_prefixes(module):
+    return decode(module, 3, prefix_lens=torch.tensor([899, 9], dtype=torch.int32))
 
 
 def append(module):

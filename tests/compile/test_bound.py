@@ -10,12 +10,16 @@ from fake_calls import (
     LENGTHS,
     append,
     chunks,
+    chunks_with_documents,
     chunks_with_prefixes,
     decode,
     decode_with_bias,
+    decode_with_documents,
     decode_with_modifiers,
+    decode_with_prefixes,
     normal,
     packed,
+    packed_with_documents,
     packed_with_prefixes,
     prefill,
     prefill_with_dropout,
@@ -38,11 +42,15 @@ pytestmark = pytest.mark.skipif(
         prefill_with_dropout,
         packed,
         packed_with_prefixes,
+        packed_with_documents,
         chunks,
         chunks_with_prefixes,
+        chunks_with_documents,
         decode,
         decode_with_modifiers,
         decode_with_bias,
+        decode_with_documents,
+        decode_with_prefixes,
         append,
     ],
 )
@@ -59,8 +67,9 @@ def test_bound_launches_tell_cuda_what_tritons_own_do(call, driver, new_module, 
             monkeypatch.setattr(module, "served_before", None)
         tensors = call(module)
         assert told(driver.launched, tensors) == expected
-    twice = (decode, decode_with_modifiers, decode_with_bias, prefill_with_dropout)
-    assert len(expected) == (2 if call in twice else 1)
+    launches = {packed_with_documents: 3, chunks_with_documents: 3, prefill_with_dropout: 2}
+    combined = 2 if call.__name__.startswith("decode") else 1
+    assert len(expected) == launches.get(call, combined)
 
 
 each_way = pytest.mark.parametrize("bound", ["recalled", "by its form"], indirect=True)

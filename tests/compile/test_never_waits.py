@@ -6,9 +6,13 @@ import triton
 from fake_calls import (
     append,
     chunks,
+    chunks_with_documents,
     decode,
+    decode_with_documents,
     decode_with_modifiers,
+    decode_with_prefixes,
     packed,
+    packed_with_documents,
     prefill,
     prefill_with_dropout,
 )
@@ -49,9 +53,13 @@ def nobody_waits(monkeypatch):
         prefill_with_dropout,
         prefill_of_documents,
         packed,
+        packed_with_documents,
         chunks,
+        chunks_with_documents,
         decode,
         decode_with_modifiers,
+        decode_with_documents,
+        decode_with_prefixes,
         append,
     ],
 )

@@ -217,7 +217,7 @@ def test_a_rule_is_an_argument_of_the_operator_in_one_graph(exported: ModuleType
     read, given = (inputs.q, inputs.k, inputs.v, inputs.cache_seqlens), inputs.block_table
     for name, out in (("decode_masked", ()), ("decode_masked_out", (inputs.q.clone(),))):
         operator, options = getattr(operators, name).default, {"block_table": given}
-        checks = torch.library.opcheck(operator, (*read, OTHER, *out), options)
+        checks = torch.library.opcheck(operator, (*read, *out, OTHER), options)
         assert set(checks.values()) == {"SUCCESS"}
 
 
