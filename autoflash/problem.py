@@ -357,6 +357,7 @@ def _parts(p: Problem) -> list[tuple[str, str]]:
             *(pages if p.paged else [_as_it_is("contiguous")]),
             (f"window {p.window_left}", f"w{p.window_left}") if p.windowed else None,
             *modifiers,
+            masked if p.density else None,
             mask,
             scales if p.quantised else None,
             kv_layout,
