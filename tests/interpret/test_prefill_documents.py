@@ -1,12 +1,13 @@
 """Documents of packed sequences and over pages: by the positions of keys in each sequence."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from making import prefill_of, winner_of
+from making import backward_of, prefill_of, winner_of
 from running import run
 from test_prefill import LOADS, config
 from test_prefill_packed import assert_right, packed
@@ -212,3 +213,16 @@ def test_documents_are_arguments_of_the_operator_in_one_graph(
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     pairs = zip(compiled(inputs.q), layer(inputs.q), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_gradients_of_packed_documents_are_refused_before_anything_is_launched(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "attention_dispatch.py"
+    tuned = [each(**SIZES, layout="thd") for each in (prefill_of, backward_of)]
+    path.write_text(export([winner_of(p) for p in tuned]).text)
+    inputs = made("packed", causal=True)
+    trained = replace(inputs, q=inputs.q.clone().requires_grad_())
+    module = exported_module(path)
+    with pytest.raises(module.ProblemError, match="documents: there is no backward of packed seq"):
+        call(module, trained)
