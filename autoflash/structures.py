@@ -27,7 +27,8 @@ def document_lengths(
         even = [round(n * keys / number) for n in range(1, number)]
         cuts = even if b == 0 else sorted(drawn.randrange(keys + 1) for _ in even)
         if p.op == "decode" and p.seqlen_q > 1 and b % 2 and cuts:
-            cuts[-1] = keys - 1  # the step's tokens are of two documents
+            last = keys - 1  # the step's tokens are of two documents
+            cuts = [*(min(cut, last) for cut in cuts[:-1]), last]
         sequences.append([end - start for start, end in zip((0, *cuts), (*cuts, keys))])
     return sequences
 
