@@ -165,7 +165,7 @@ class GradientBudget:
             if one.numel()
         ]
         if rows is None and (inputs.bias is not None or inputs.sinks is not None):
-            self._yardsticks += _of_modifiers(inputs, softmax_scale)
+            self._yardsticks += _of_modifiers(inputs, softmax_scale, unsure)
 
     def judge(self, gradients: Gradients, of_modifiers: ModifierGradients | None = None) -> Verdict:
         """The verdict on the gradients given; the first that is wrong gives the reason."""
@@ -183,8 +183,8 @@ class GradientBudget:
         )
 
 
-def _of_modifiers(inputs: Inputs, softmax_scale: float | None) -> list[Yardstick]:
-    """What judges dbias and dsinks, of those that there are.
+def _of_modifiers(inputs: Inputs, softmax_scale: float | None, unsure: float) -> list[Yardstick]:
+    """What judges dbias and dsinks, of those that there are; `unsure` of each size is free.
 
     Of the few numbers of dsinks the eager error may be small by chance: the errors of all terms
     that each sums count, without their signs.
@@ -200,7 +200,7 @@ def _of_modifiers(inputs: Inputs, softmax_scale: float | None) -> list[Yardstick
             terms = [sink_terms(replace(inputs, out=out, lse=lse))[0] for out, lse in forwards]
             error = (terms[1].double() - terms[0]).abs().sum(dim=1, keepdim=True)
         of_rows = (_rows(one), _rows(eager_one), _felt(_rows(size)))
-        found.append(Yardstick(name, *of_rows, "row sizes", error))
+        found.append(Yardstick(name, *of_rows, "row sizes", error, unsure * _rows(size)))
     return found
 
 

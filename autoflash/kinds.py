@@ -124,7 +124,8 @@ def _all_prefills() -> Iterator[Problem]:
         yield like(plain, layout="bhsd", causal=causal)
         for head_dim, head_dim_v in ((192, 128), (64, 96), (40, 256)):
             yield like(plain, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)
-    for mask, added in product(MASKS, ({}, {"softcap": True, "sinks": True}, {"alibi": True})):
+    beside = ({}, {"softcap": True, "sinks": True}, {"alibi": True}, {"bias": True})
+    for mask, added in product(MASKS, beside):
         yield like(wide, density=MIXED, **mask, **added)
     for dtype in DTYPES:
         yield like(plain, dtype=dtype, head_dim=40, layout="bhsd", density=MIXED, **MASKS[0])

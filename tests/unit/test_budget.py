@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+import torch
+
 from autoflash.accuracy import LEAST_NORMAL, Budget, GradientBudget
-from autoflash.gradients import eager_gradients
+from autoflash.gradients import eager_gradients, eager_modifier_gradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
 
@@ -54,3 +57,14 @@ def test_gradients_are_as_exact_as_fp32_holds_the_scores_they_come_from():
 
 def test_scores_near_zero_excuse_nothing():
     assert not scaled(gradient_inputs(1.0), 1 + 2**-14)
+
+
+@pytest.mark.parametrize(("by", "right"), [(1 + 2**-21, True), (1 + 2**-14, False)])
+def test_a_sinks_gradient_is_as_exact_as_fp32_holds_the_lse_it_comes_from(by, right):
+    inputs = make_inputs(Problem("backward", "bf16", 2, 2, 1, 16, 64, 64, sinks=True))
+    # of the lse alone, whose terms do not cancel
+    inputs = replace(inputs, dout=inputs.q * 0, dlse=torch.ones(inputs.lse_shape))
+    given = eager_modifier_gradients(inputs)
+    assert given.dsinks is not None
+    given = given._replace(dsinks=given.dsinks * by)
+    assert GradientBudget(inputs).judge(eager_gradients(inputs), given).correct == right
