@@ -7,7 +7,7 @@ import numpy as np
 
 from autoflash.config import Config
 from autoflash.problem import Problem
-from autoflash.runtime.match import match_distance, match_sizes
+from autoflash.runtime.match import match_distance, match_serves, match_sizes
 
 # A further config must lower the group's mean loss by this much to be worth its place.
 WORTH = 0.001
@@ -89,8 +89,11 @@ def _unseen(
     sizes = match_sizes(left_out.problem)
     nearest: tuple[float, Problem, Config] | None = None
     for served in choose_portfolio(others, most) if others else []:
-        distance = match_distance(sizes, match_sizes(served.problem))
-        if distance is None or not valid(left_out.problem, served.config):
+        tuned, knobs = match_sizes(served.problem), dict(served.config.knobs)
+        distance = match_distance(sizes, tuned)
+        if distance is None or not match_serves(left_out.problem, tuned, knobs):
+            continue
+        if not valid(left_out.problem, served.config):
             continue
         if nearest is None or (distance, served.problem) < nearest[:2]:
             nearest = (distance, served.problem, served.config)

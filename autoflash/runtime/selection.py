@@ -42,7 +42,14 @@ from .latent_validity import (
 )
 from .launch import interpreted
 from .load import KernelFiles, load_text
-from .match import MatchSizes, match_bucket, match_distance, match_key, match_sizes
+from .match import (
+    MatchSizes,
+    match_bucket,
+    match_distance,
+    match_key,
+    match_serves,
+    match_sizes,
+)
 from .problem import Problem, ProblemError
 from .validity import decode_refusal, decode_unsupported, prefill_refusal, prefill_unsupported
 
@@ -154,6 +161,8 @@ class Selector:
         for row in table.rows if table else ():
             distance = match_distance(sizes, row.sizes) if row.key in keys else None
             if distance is None or not _runs_here(row.family):
+                continue
+            if not match_serves(problem, row.sizes, row.knobs):
                 continue
             if SELECTION_REFUSALS[row.family](problem, row.knobs, device):
                 continue

@@ -149,6 +149,19 @@ def test_a_shape_nearby_is_served_by_the_nearest_and_one_far_off_by_the_default(
         assert choice.how == "default", seqlen
 
 
+def test_ragged_sequences_are_not_cut_as_equal_ones_were_tuned_to_be():
+    equal = decode_of(batch=64, seqlen_k=4096)
+    by_schedule = {dict(c.knobs)["SCHEDULE"]: c for c in candidates(equal) if c.family == "decode"}
+    split = winner_of(equal, by_schedule["split"])
+    # of the half the size, so farther away
+    group = winner_of(dataclasses.replace(equal, seqlen_k=2048), by_schedule["group"])
+    ragged = dataclasses.replace(equal, lengths="ragged")
+    assert selector_of(export([split]).text).choose(ragged, DEVICE).how == "default"
+    both = selector_of(export([split, group], most_configs=2).text)
+    assert both.choose(ragged, DEVICE).knobs["SCHEDULE"] == "group"
+    assert both.choose(equal, DEVICE).knobs["SCHEDULE"] == "split"
+
+
 def test_what_no_row_serves_gets_the_default_of_the_best_family_whose_kernels_are_carried():
     hopper = FAMILIES["prefill_hopper"].default(prefill_of(), H200)
     carried = selector_of(export([winner_of(prefill_of(), hopper)]).text)

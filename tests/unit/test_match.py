@@ -2,12 +2,15 @@
 
 import inspect
 
+import pytest
+
 from autoflash.runtime.dispatch import decode, prefill
 from autoflash.runtime.match import (
     MATCH_RULES,
     match_bucket,
     match_distance,
     match_key,
+    match_serves,
     match_sizes,
 )
 from autoflash.runtime.problem import MODIFIERS, PROBLEM_FIELDS, Problem
@@ -102,6 +105,27 @@ def test_the_distribution_that_was_tuned_is_nearer_than_another():
         for pages in ("shared", "permuted", "contiguous")
     ]
     assert distances == [0, 0.5, 0.5, 0.5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("tuned", "lengths", "schedule", "batch", "serves"),
+    [
+        ("equal", "equal", "split", 8, True),
+        ("equal", "ragged", "split", 8, False),
+        ("equal", "captured", "split", 8, False),
+        ("equal", "ragged", "group", 8, True),
+        ("equal", "ragged", "split", 1, True),  # of one sequence all lengths are equal
+        ("ragged", "equal", "split", 8, True),
+        ("ragged", "ragged", "split", 8, True),
+        ("captured", "ragged", "split", 8, True),
+    ],
+)
+def test_a_schedule_that_cuts_sequences_alike_serves_ragged_ones_where_it_was_tuned_for_them(
+    tuned, lengths, schedule, batch, serves
+):
+    sizes = match_sizes(decode_of(batch=16, lengths=tuned))
+    called = decode_of(batch=batch, lengths=lengths)
+    assert match_serves(called, sizes, {"SCHEDULE": schedule}) == serves
 
 
 def test_what_was_tuned_for_a_graphs_replays_serves_captured_calls_first():
