@@ -23,6 +23,7 @@ from autoflash.records import ExportedProblem, Winner
 from autoflash.render import render
 from autoflash.runtime.device import Device
 from autoflash.runtime.match import match_key, match_sizes
+from autoflash.runtime.selection import SELECTION_FAMILIES
 from autoflash.single_file import joined_runtime
 from autoflash.whole_file import write_whole
 
@@ -201,7 +202,16 @@ def _measured(winner: Winner) -> Measured:
         if why_refused(decision.problem, config, winner.gpu) is None
     }
     times[decision.winner] = decision.winner_us
-    return Measured(decision.problem, decision.winner, times, winner.weight, decision.default)
+    default = _modules_default(decision.problem, winner.gpu)
+    return Measured(decision.problem, decision.winner, times, winner.weight, default)
+
+
+def _modules_default(problem: Problem, gpu: Gpu) -> Config | None:
+    """What a module of all families has for a problem that no row serves."""
+    names = SELECTION_FAMILIES["latent decode" if problem.latent else problem.op]
+    served = (FAMILIES[name] for name in names)
+    defaults = (each.default(problem, gpu) for each in served if not each.unsupported(problem, gpu))
+    return next(defaults, None)
 
 
 def _valid(gpu: Gpu, problem: Problem, config: Config) -> bool:
