@@ -17,7 +17,7 @@ from autoflash.config import Config
 from autoflash.errors import ExportError
 from autoflash.families import FAMILIES, samples, untuned_variants, why_refused
 from autoflash.gpu import Gpu
-from autoflash.portfolio import Measured, choose_portfolio, unseen_regrets
+from autoflash.portfolio import Measured, Served, Unseen, choose_portfolio, reach_of, unseen
 from autoflash.problem import Problem, Variant, title
 from autoflash.records import ExportedProblem, Winner
 from autoflash.render import render
@@ -45,6 +45,8 @@ PUBLIC = (
 )
 APART = "\n\n\n"  # between the functions of a kernels' text
 KERNELS_FOLDER = "kernels"  # of a package
+Reaches = Mapping[tuple[Gpu, str], Mapping[str, float]]
+
 MOST_CONFIGS = 8  # of one variant's portfolio, unless the user asks for another number
 
 MADE_BY = "Made by autoflash "
@@ -92,10 +94,10 @@ def export(
     if not kept:
         reasons = sorted({reason for _, reason in left_out}) or ["no winners are stored"]
         raise ExportError(f"nothing to export: {'; '.join(reasons)}")
-    rows = _portfolios(kept, most_configs)
+    rows, reaches = _portfolios(kept, most_configs)
     names = _variants(rows)
     kernels = {render(variant).name: render(variant).text for variant in names.values()}
-    head, tables = _head_text(kept, rows), _tables_text(kept, rows, names)
+    head, tables = _head_text(kept, rows), _tables_text(kept, rows, reaches, names)
     text = _signed(head + _texts_text(kernels) + tables)
     files = f'_TEXTS = KernelFiles(Path(__file__).parent / "{KERNELS_FOLDER}")\n'
     package = _signed(head + files + tables, "".join(kernels[name] for name in sorted(kernels)))
@@ -166,31 +168,50 @@ def _reason_to_leave_out(winner: Winner, gpus: Sequence[str], allow_predicted: b
     return None
 
 
-def _portfolios(winners: Iterable[Winner], most_configs: int) -> list[ExportedProblem]:
+def _portfolios(
+    winners: Iterable[Winner], most_configs: int
+) -> tuple[list[ExportedProblem], Reaches]:
     groups: dict[tuple[Any, ...], list[Winner]] = defaultdict(list)
     for winner in winners:
         decision = winner.decision
         key = (winner.gpu, winner.toolchain.triton, decision.source, match_key(decision.problem))
         groups[key].append(winner)
-    rows = []
+    found: list[tuple[Winner, Served, Unseen]] = []
     for group in groups.values():
         measured = [_measured(winner) for winner in group]
         served = choose_portfolio(measured, most_configs)
-        valid = partial(_valid, group[0].gpu)
-        unseen = unseen_regrets(measured, most_configs, valid)
-        rows += [
-            ExportedProblem(
-                winner.gpu,
-                winner.toolchain,
-                one.problem,
-                one.config,
-                winner.decision.source,
-                one.regret,
-                regret,
-            )
-            for winner, one, regret in zip(group, served, unseen, strict=True)
-        ]
-    return sorted(rows, key=lambda row: (row.gpu.slug, row.gpu.identity, row.problem))
+        left_out = unseen(measured, most_configs, partial(_valid, group[0].gpu))
+        found += zip(group, served, left_out, strict=True)
+    reaches = _reaches(found)
+    rows = [
+        ExportedProblem(
+            winner.gpu,
+            winner.toolchain,
+            one.problem,
+            one.config,
+            winner.decision.source,
+            one.regret,
+            left_out.regret(reaches[_table_of(winner)][one.problem.op]),
+        )
+        for winner, one, left_out in found
+    ]
+    return sorted(rows, key=lambda row: (row.gpu.slug, row.gpu.identity, row.problem)), reaches
+
+
+def _reaches(found: Iterable[tuple[Winner, Served, Unseen]]) -> Reaches:
+    """How near a tuned problem must be to serve others, by table and op."""
+    of_op: dict[tuple[Gpu, str], dict[str, list[Unseen]]] = defaultdict(lambda: defaultdict(list))
+    for winner, one, left_out in found:
+        of_op[_table_of(winner)][one.problem.op].append(left_out)
+    return {
+        table: {op: reach_of(several) for op, several in sorted(ops.items())}
+        for table, ops in of_op.items()
+    }
+
+
+def _table_of(winner: Winner) -> tuple[Gpu, str]:
+    """The GPU and version of triton in whose table a winner's row stands."""
+    return winner.gpu, winner.toolchain.triton
 
 
 def _measured(winner: Winner) -> Measured:
@@ -267,6 +288,7 @@ def _variants(rows: Sequence[ExportedProblem]) -> dict[tuple[str, ...], Variant]
 def _tables_text(
     winners: Sequence[Winner],
     rows: Sequence[ExportedProblem],
+    reaches: Reaches,
     names: Mapping[tuple[str, ...], Variant],
 ) -> str:
     """The names of kernels, and a table of integers a GPU and triton version."""
@@ -289,7 +311,8 @@ def _tables_text(
             "        (",
         ]
         lines += [f"            {_row(row, knobs)}," for row in tables[gpu, triton]]
-        lines += ["        ),", "    ),"]
+        finite = {op: far for op, far in reaches[gpu, triton].items() if far < float("inf")}
+        lines += ["        ),", f"        {finite!r},", "    ),"]
     lines += [")", "", "install_tables(Tables(_TEXTS, _NAMES, _GPUS))", ""]
     return "\n".join(lines)
 

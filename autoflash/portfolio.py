@@ -37,6 +37,10 @@ class Measured:
         """The config's time over the best one's, minus one; infinite where it was not measured."""
         return self.times.get(config, float("inf")) / min(self.times.values()) - 1
 
+    def known_regret(self, config: Config | None) -> float | None:
+        """The same, None where it was not measured."""
+        return None if config is None or config not in self.times else self.regret(config)
+
 
 def choose_portfolio(group: Sequence[Measured], most: int) -> list[Served]:
     """Serve every problem of the group from at most `most` configs.
@@ -67,16 +71,47 @@ def choose_portfolio(group: Sequence[Measured], most: int) -> list[Served]:
     return served
 
 
-def unseen_regrets(
+@dataclass(frozen=True)
+class Unseen:
+    """What a problem loses that was not tuned, by the `nearest` one's config and by the default.
+
+    `distance` is that of the nearest, infinite where there is none. A loss is None where the
+    problem has no time of what would serve it.
+    """
+
+    distance: float
+    nearest: float | None
+    default: float | None
+
+    def regret(self, reach: float) -> float | None:
+        return self.nearest if self.distance < reach else self.default
+
+
+def unseen(
     group: Sequence[Measured], most: int, valid: Callable[[Problem, Config], bool]
-) -> list[float | None]:
+) -> list[Unseen]:
     """What each problem would lose had it not been tuned: leave one out.
 
     The others' portfolio serves it as the exported module does, by the nearest whose config is
-    `valid` for it, else by the default. None where it has no time of what would serve it. Its own
-    times are not used to choose.
+    `valid` for it, or by the default. Its own times are not used to choose.
     """
     return [_unseen(measured, group, most, valid) for measured in group]
+
+
+def reach_of(several: Sequence[Unseen]) -> float:
+    """The distance from which on the default loses less than the nearest, on average.
+
+    Infinite where it does not lose less by what a config must be worth.
+    """
+    both = [one for one in several if one.nearest is not None and one.default is not None]
+
+    def loss(reach: float) -> float:
+        regrets = [one.regret(reach) or 0.0 for one in both]
+        return float(np.mean(np.log1p(regrets))) if both else 0.0
+
+    farthest_first = sorted({one.distance for one in both if one.distance}, reverse=True)
+    best = min(farthest_first, key=loss, default=float("inf"))
+    return best if loss(best) + WORTH < loss(float("inf")) else float("inf")
 
 
 def _unseen(
@@ -84,7 +119,7 @@ def _unseen(
     group: Sequence[Measured],
     most: int,
     valid: Callable[[Problem, Config], bool],
-) -> float | None:
+) -> Unseen:
     others = [measured for measured in group if measured.problem != left_out.problem]
     sizes = match_sizes(left_out.problem)
     nearest: tuple[float, Problem, Config] | None = None
@@ -97,10 +132,9 @@ def _unseen(
             continue
         if nearest is None or (distance, served.problem) < nearest[:2]:
             nearest = (distance, served.problem, served.config)
-    config = nearest[2] if nearest else left_out.default
-    if config is None or config not in left_out.times:
-        return None
-    return left_out.regret(config)
+    distance = nearest[0] if nearest else float("inf")
+    by_nearest = left_out.known_regret(nearest[2] if nearest else None)
+    return Unseen(distance, by_nearest, left_out.known_regret(left_out.default))
 
 
 def _exchanged(losses: "_Losses", chosen: list[int]) -> list[int]:

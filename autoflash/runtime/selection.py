@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from math import inf
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -113,11 +114,15 @@ class Row(NamedTuple):
 
 
 class GpuTable(NamedTuple):
-    """The rows measured (or predicted) on one GPU type, with the versions they were made with."""
+    """The rows measured (or predicted) on one GPU type, with the versions they were made with.
+
+    `reach` is how many doublings away, by op, the default serves better than the nearest row.
+    """
 
     device: Device
     triton: str
     rows: tuple[Row, ...]
+    reach: Mapping[str, float] = {}
 
 
 class Tables(NamedTuple):
@@ -150,7 +155,8 @@ class Selector:
     def choose(self, problem: Problem, device: Device) -> Choice:
         """The config for a problem: exact, else same bucket, else nearest, else the default.
 
-        A row is used only where its config is valid for the problem. Raises ProblemError for a
+        A row is used only where its config is valid for the problem, and so near that the default
+        is not better. Raises ProblemError for a
         problem that nothing serves.
         """
         table = self._table(device)
@@ -158,9 +164,10 @@ class Selector:
         keys = [match_key(problem), match_key(replace(problem, deterministic=False))]
         sizes = match_sizes(problem)
         found: list[tuple[float, Row]] = []
+        reach = table.reach.get(problem.op, inf) if table else 0.0
         for row in table.rows if table else ():
             distance = match_distance(sizes, row.sizes) if row.key in keys else None
-            if distance is None or not _runs_here(row.family):
+            if distance is None or distance >= reach or not _runs_here(row.family):
                 continue
             if not match_serves(problem, row.sizes, row.knobs):
                 continue

@@ -149,6 +149,16 @@ def test_a_shape_nearby_is_served_by_the_nearest_and_one_far_off_by_the_default(
         assert choice.how == "default", seqlen
 
 
+def test_beyond_its_reach_no_row_serves():
+    selector = selector_of(export([winner_of(prefill_of(seqlen_q=512, seqlen_k=512))]).text)
+    near = [table._replace(reach={"prefill": 1.0}) for table in selector.tables.gpus]
+    reaching = type(selector)(selector.tables._replace(gpus=tuple(near)))
+    for seqlen, how in ((512, "exact"), (600, "nearest"), (900, "default")):
+        choice = reaching.choose(prefill_of(seqlen_q=seqlen, seqlen_k=seqlen), DEVICE)
+        assert choice.how == how, seqlen
+    assert selector.choose(prefill_of(seqlen_q=900, seqlen_k=900), DEVICE).how == "nearest"
+
+
 def test_ragged_sequences_are_not_cut_as_equal_ones_were_tuned_to_be():
     equal = decode_of(batch=64, seqlen_k=4096)
     by_schedule = {dict(c.knobs)["SCHEDULE"]: c for c in candidates(equal) if c.family == "decode"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoflash.config import Config
-from autoflash.portfolio import Measured, choose_portfolio, unseen_regrets
+from autoflash.portfolio import Measured, Unseen, choose_portfolio, reach_of, unseen
 from autoflash.problem import Problem
 
 CONFIGS = [Config.of("prefill", {"BLOCK_M": size}) for size in (16, 32, 64, 128, 256)]
@@ -110,6 +110,10 @@ def anything(problem: Problem, config: Config) -> bool:
     return True
 
 
+def unseen_regrets(group, most, valid, reach=float("inf")):
+    return [one.regret(reach) for one in unseen(group, most, valid)]
+
+
 def test_a_problem_left_out_is_served_by_the_nearest_of_the_others():
     group = [
         measured(512, {0: 10.0, 1: 10.5, 2: 30.0}),
@@ -145,3 +149,16 @@ def test_a_problem_left_out_with_nothing_near_is_served_by_the_default():
 def test_what_was_not_measured_on_a_problem_left_out_is_not_guessed():
     group = [measured(512, {0: 10.0}), measured(1024, {1: 10.0})]
     assert unseen_regrets(group, 4, anything) == [None, None]
+
+
+def test_beyond_its_reach_the_nearest_makes_way_for_the_default():
+    near, far = Unseen(1.0, 0.01, 0.05), Unseen(3.0, 0.2, 0.1)
+    assert reach_of([near, far]) == 3.0
+    assert [one.regret(3.0) for one in (near, far)] == [0.01, 0.1]
+    assert reach_of([near]) == reach_of([]) == float("inf")
+    assert reach_of([near, Unseen(3.0, 0.2, 0.1999)]) == float("inf")  # not worth it
+    assert reach_of([near, Unseen(3.0, None, 0.1), Unseen(3.0, 0.2, None)]) == float("inf")
+    assert reach_of([Unseen(1.0, 0.2, 0.0), far]) == 1.0
+    assert reach_of([Unseen(0.0, 0.2, 0.0)]) == float(
+        "inf"
+    )  # what has the size of a row is its own
