@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .mask_rule import INT32_LIMIT
-from .masks import mask_fields
+from .masks import any_given, mask_fields
 from .modifiers import NO_MODIFIERS, Modifiers, modifier_fields
 from .packed import packed_fields, packed_layout
 from .problem import (
@@ -39,7 +39,7 @@ def refuse_arguments(function: str, names: tuple[str, ...], given: tuple[Any, ..
 
     What is not set is given as None.
     """
-    if given == (None,) * len(names):  # every call passes here
+    if not any_given(given):  # every call passes here
         return
     for name, value in zip(names, given, strict=True):
         if value is not None:

@@ -23,7 +23,7 @@ from .dropping import drawn_rng
 from .installed import tally_for
 from .launch import interpreted
 from .masked import prefill_masked, with_masks
-from .masks import Masks
+from .masks import Masks, any_given
 from .modifiers import NO_MODIFIERS, Modifiers, decode_plan, modifiers_of, prefill_plan
 from .no_queries import attended_by_none
 from .operators import decode_traced, prefill_traced
@@ -146,7 +146,7 @@ def prefill(
     packed = paged or cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     masks = (block_mask, document_ids, prefix_lens, mask, density)
-    masked = masks != (None,) * 5
+    masked = any_given(masks)
     if masked and packed:
         refuse_arguments("prefill: packed or over pages", Masks._fields[:1], masks[:1])
     if torch.compiler.is_compiling():

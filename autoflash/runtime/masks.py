@@ -81,6 +81,14 @@ def query_lists(block_mask: Any) -> QueryLists:
     return QueryLists(*(getattr(block_mask, name, None) for name in QueryLists._fields))
 
 
+def any_given(arguments: tuple[Any, ...]) -> bool:
+    """Whether any is not None. Graphs of torch 2.11 compare no tuples of tensors."""
+    for each in arguments:  # noqa: SIM110
+        if each is not None:
+            return True
+    return False
+
+
 FLAT_MASKS = (  # as operators take them
     *BlockLists._fields[:4],
     *("mask_block_q", "mask_block_k", "document_ids", "prefix_lens", "mask", "density"),

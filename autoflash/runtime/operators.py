@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .installed import installed
-from .masks import FLAT_MASKS, QueryLists, flat_masks, query_lists
+from .masks import FLAT_MASKS, QueryLists, any_given, flat_masks, query_lists
 from .problem import LATENT_WIDTHS, ProblemError
 from .scales import Scale, scale_number
 from .schemas import (
@@ -128,7 +128,7 @@ def prefill_traced(
         refuse_slopes(tensors[0])
     numbers = (causal, softmax_scale, layout, *window, softcap)
     options = (*numbers, *tensors, *packing, deterministic, check, *dropout)
-    if masks == (None,) * 5:
+    if not any_given(masks):
         if paged:
             options = (kv_layout, *options)
             return _called("prefill_chunked", (q, k, v, *tables), options, out, return_lse)
@@ -168,7 +168,7 @@ def decode_traced(
         *(*_tensors_and_numbers(*scales), left, right, softcap, *tensors, *distribution, check),
     )
     read = (q, k_cache, v_cache, cache_seqlens)
-    if masks != (None,) * 4:
+    if any_given(masks):
         ids, prefix, mask, density = masks
         options = (mask, ids, prefix, density, *options)
         return _called("decode_masked", read, options, out, return_lse)
@@ -211,7 +211,7 @@ def _refuse_traced_gradients(function: str, *tensors: torch.Tensor | None) -> No
 
 def _asks_gradients(*tensors: torch.Tensor | None) -> bool:
     asked = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    return bool(asked) and torch.is_grad_enabled()
+    return len(asked) > 0 and torch.is_grad_enabled()
 
 
 def _tensors_and_numbers(*scales: Scale | None) -> tuple[Any, ...]:
