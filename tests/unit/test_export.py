@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 from making import CHAIN, H200, backward_of, candidates, decode_of, prefill_of, winner_of
 
+from autoflash.cli.export import export as command
 from autoflash.config import Config
 from autoflash.errors import ExportError
-from autoflash.export import export, write_module
+from autoflash.export import MOST_CONFIGS, export, write_module
 from autoflash.families import FAMILIES, variants
 from autoflash.gpu import known
 from autoflash.render import render
@@ -384,3 +386,8 @@ def test_a_problem_that_no_family_serves_is_an_error_and_not_a_default():
     ):
         with pytest.raises(ValueError, match=reason):
             selector.choose(problem, DEVICE)
+
+
+def test_the_command_serves_a_variant_by_as_many_configs_as_the_function():
+    """The command names the number itself: it imports nothing heavy for its help."""
+    assert inspect.signature(command).parameters["max_configs"].default == MOST_CONFIGS
