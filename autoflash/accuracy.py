@@ -160,7 +160,7 @@ class GradientBudget:
         named = zip(Gradients._fields, exact, rounded, sizes, strict=True)
         unsure = SCORES_UNIT * _largest(lse)
         self._yardsticks = [
-            Yardstick(name, one, eager_one, _felt(size), "row sizes", free=unsure * size)
+            Yardstick(name, one, eager_one, _felt(_of_row(size)), "row sizes", free=unsure * size)
             for name, one, eager_one, size in named
             if one.numel()
         ]
@@ -186,6 +186,8 @@ class GradientBudget:
 def _of_modifiers(inputs: Inputs, softmax_scale: float | None, unsure: float) -> list[Yardstick]:
     """What judges dbias and dsinks, of those that there are; `unsure` of each size is free.
 
+    A row of dbias is one of keys, each number of dsinks its own.
+
     Of the few numbers of dsinks the eager error may be small by chance: the errors of all terms
     that each sums count, without their signs.
     """
@@ -199,7 +201,7 @@ def _of_modifiers(inputs: Inputs, softmax_scale: float | None, unsure: float) ->
             forwards = (reference(inputs, softmax_scale), eager(inputs, softmax_scale))
             terms = [sink_terms(replace(inputs, out=out, lse=lse))[0] for out, lse in forwards]
             error = (terms[1].double() - terms[0]).abs().sum(dim=1, keepdim=True)
-        of_rows = (_rows(one), _rows(eager_one), _felt(_rows(size)))
+        of_rows = (_rows(one), _rows(eager_one), _felt(_of_row(_rows(size))))
         found.append(Yardstick(name, *of_rows, "row sizes", error, unsure * _rows(size)))
     return found
 
@@ -234,6 +236,11 @@ def _largest(tensor: torch.Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
     return tensor.masked_fill(~tensor.isfinite(), 0.0).abs().max().item()
+
+
+def _of_row(size: torch.Tensor) -> torch.Tensor:
+    """One size for each row, of those of its numbers."""
+    return size.pow(2).mean(dim=-1, keepdim=True).sqrt()
 
 
 def _felt(size: torch.Tensor) -> torch.Tensor:

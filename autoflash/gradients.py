@@ -48,12 +48,11 @@ class ModifierGradients(NamedTuple):
 def reference_gradients(
     inputs: Inputs, softmax_scale: float | None = None
 ) -> tuple[Gradients, Gradients]:
-    """The gradients in fp64 with a forward of their own, and the size of each of their rows.
+    """The gradients in fp64 with a forward of their own, and the size of each of their numbers.
 
-    A row's size is the RMS it would have if the signs of all the terms it sums were random. Of a
-    row whose terms cancel, as a query's that sees one key, it says what rounding is to be compared
-    with; where no query and key see each other it is 0. Sizes are in the layouts of the gradients,
-    1 wide.
+    A size is the root of the sum of the squares of all the terms that a number sums: what it would
+    be on average if their signs were random. Of one whose terms cancel, as of a query that sees
+    one key, it says what rounding is to be compared with; where none see each other it is 0.
     """
     out, lse = reference(inputs, softmax_scale)
     whole = _whole(replace(inputs, out=out, lse=lse), softmax_scale, torch.float64, None)
@@ -63,7 +62,7 @@ def reference_gradients(
 def reference_modifier_gradients(
     inputs: Inputs, softmax_scale: float | None = None
 ) -> tuple[ModifierGradients, ModifierGradients]:
-    """The same of the modifiers. A row of dbias is one of keys, each number of dsinks its own."""
+    """The same of the modifiers."""
     out, lse = reference(inputs, softmax_scale)
     given = replace(inputs, out=out, lse=lse)
     whole = _whole(given, softmax_scale, torch.float64, None)
@@ -198,7 +197,7 @@ class _Whole(NamedTuple):
 def _whole(
     inputs: Inputs, softmax_scale: float | None, compute: torch.dtype, p_dtype: torch.dtype | None
 ) -> tuple[_Whole, _Whole]:
-    """All gradients, and the sizes of their rows."""
+    """All gradients, and their sizes."""
     p = inputs.problem
     scale = p.head_dim**-0.5 if softmax_scale is None else softmax_scale
     every = slice(None)
@@ -214,7 +213,7 @@ def _whole(
     of_gradients, squares = ([[pair[n] for pair in of_b] for of_b in found] for n in (0, 1))
     sizes = [[_sizes(each) for each in of_b] for of_b in squares]
     dbias, square = of_bias
-    size = None if square is None else square.mean(dim=-1, keepdim=True).sqrt()
+    size = None if square is None else square.sqrt()
     return _Whole(_assembled(p, of_gradients), dbias), _Whole(_assembled(p, sizes), size)
 
 
@@ -345,7 +344,7 @@ def _product(p_dtype: torch.dtype | None) -> Product:
 
 
 def _sizes(squares: Gradients) -> Gradients:
-    return Gradients(*(each.mean(dim=-1, keepdim=True).sqrt() for each in squares))
+    return Gradients(*(each.sqrt() for each in squares))
 
 
 def _assembled(problem: Problem, of_groups: Sequence[Sequence[Gradients]]) -> Gradients:

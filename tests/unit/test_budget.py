@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoflash.accuracy import LEAST_NORMAL, Budget, GradientBudget
-from autoflash.gradients import eager_gradients, eager_modifier_gradients
+from autoflash.gradients import eager_gradients, eager_modifier_gradients, reference_gradients
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
 
@@ -53,6 +53,17 @@ def test_gradients_are_as_exact_as_fp32_holds_the_scores_they_come_from():
     far = gradient_inputs(512.0)  # scores near 65536, whose unit of the last place is 2**-7
     assert scaled(far, 1 + 2**-7)
     assert not scaled(far, 1 + 2**-3)
+
+
+@pytest.mark.parametrize(("channel", "right"), [(0, True), (1, False)])
+def test_the_channel_that_takes_scores_far_is_as_uncertain_as_its_own_terms(channel, right):
+    """As dq is where k is large: its terms are, and so is what the rounding of P makes of them."""
+    inputs = gradient_inputs(512.0)
+    _, sizes = reference_gradients(inputs)
+    dq = eager_gradients(inputs).dq.clone()
+    dq[..., channel] += 2.0**-6 * sizes.dq[..., 0].float()
+    wrong = eager_gradients(inputs)._replace(dq=dq)
+    assert GradientBudget(inputs).judge(wrong).correct == right
 
 
 def test_scores_near_zero_excuse_nothing():
