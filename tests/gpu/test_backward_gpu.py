@@ -1,5 +1,6 @@
 """The backward on a GPU: every candidate at the edges, real sizes, the exported module, memory."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -269,6 +270,6 @@ def test_memory_beside_the_tensors_grows_with_the_length_and_not_its_square(modu
         gradients = torch.autograd.grad(out, (q, k, v), dout)
         beside.append(torch.cuda.max_memory_allocated() - before)
         del q, k, v, out, dout, gradients
-        torch.cuda.empty_cache()
+        gc.collect()  # what triton's compiling left goes now, not while the next length is measured
     assert beside[0] > 0
     assert beside[1] <= 2.1 * beside[0] and beside[2] <= 2.1 * beside[1]
