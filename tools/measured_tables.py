@@ -90,15 +90,15 @@ def _cache(p: Case) -> str:
 
 def backward() -> Iterator[Row]:
     peers = ("cudnn", "flash_attention_4", "flex_attention", "flash")
-    first = "batch, heads, head_dim, tokens, mask"
-    yield [first, "autoflash", *(NAMES[name] for name in peers), "best peer / autoflash"]
+    first, ratios = "batch, heads, head_dim, tokens, mask", ("best peer / autoflash", "repeating")
+    yield [first, "autoflash", *(NAMES[name] for name in peers), *ratios]
     for each in _cases("backward"):
         p, rates = each["case"], each["tflops"]
         mask = "causal" if p["causal"] else "full"
         heads = f"{p['num_heads']}/{p['num_kv_heads']}"
         name = f"{p['batch']} {heads} {p['head_dim']} {p['seqlen']} {mask}"
         told = ("" if rate is None else f"{rate:.0f}" for rate in map(rates.get, peers))
-        yield [name, f"{rates['autoflash']:.0f}", *told, _two(each["ratio"])]
+        yield [name, f"{rates['autoflash']:.0f}", *told, _two(each["ratio"]), _two(each["of_best"])]
 
 
 def masks() -> Iterator[Row]:
@@ -119,7 +119,8 @@ def serving() -> Iterator[Row]:
     peers = ("sdpa", "flex_attention")
     slower = "ours minus SDPA's, with 95 %"
     yield ["batch, metric", "autoflash", *(NAMES[name] for name in peers), slower]
-    for each in _cases("serving"):
+    both = sorted(_cases("serving") + _cases("serving-batch-32"), key=lambda c: c["case"]["batch"])
+    for each in both:
         p, low_high = each["case"], each["slower_us"]["sdpa"]
         told = (f"{each['peers'][name] / 1e3:.1f}" for name in peers)
         interval = " to ".join(f"{us / 1e3:.1f}" for us in low_high)
