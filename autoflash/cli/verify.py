@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("clause", "cases", "broken", "left_out")
 TOLD_EVERY_S = 5.0
-MOST_JOBS = 12  # processes of one GPU, each of which compiles, and whose memory they share
+MOST_JOBS = 16  # processes of one GPU, each of which compiles
+JOB_GIB = 4  # of the GPU's memory, which they share
 
 
 def verify(
@@ -53,7 +54,7 @@ def verify(
         typer.Option("--retime", help="Time winners again; lists who wins now, and stale rows."),
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes at once, else one for each core up to 12.")
+        int | None, typer.Option(min=1, help="Processes at once, else one for each core up to 16.")
     ] = None,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a JUnit report.")
@@ -96,7 +97,7 @@ def verify(
             units,
             partial(Examiner, "cuda" if on_gpu else "cpu", target, seed),
             environment={} if on_gpu else INTERPRET,
-            jobs=jobs or min(os.cpu_count() or 1, MOST_JOBS),
+            jobs=jobs or jobs_of(target, on_gpu),
             told=counter.told,
         )
     except KeyboardInterrupt:
@@ -114,6 +115,12 @@ def verify(
         print_table(COLUMNS, by_clause(findings))
     if broken(findings):
         raise typer.Exit(1)
+
+
+def jobs_of(gpu: "Gpu", on_gpu: bool) -> int:
+    """How many processes compile and check at once: most of the time goes into compiling."""
+    most = min(os.cpu_count() or 1, MOST_JOBS)
+    return max(1, min(most, gpu.memory_gib // JOB_GIB)) if on_gpu else most
 
 
 def _units(

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from making import decode_of, prefill_of, winner_of
 
+from autoflash.cli.verify import jobs_of
 from autoflash.config import Config
 from autoflash.export import export
 from autoflash.families import FAMILIES, serving, why_refused
@@ -188,3 +189,20 @@ def test_an_interruption_waits_for_the_cases_that_run_and_for_no_other():
     with pytest.raises(KeyboardInterrupt):
         examined([unit] * 4, Agreeing, told=told)
     assert len(seen) < len(unit.cases)  # nor is the unit that had begun gone through
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory_gib", "on_gpu", "jobs"),
+    [
+        (16, 141, True, 16),
+        (64, 141, True, 16),
+        (32, 24, True, 6),
+        (4, 2, True, 1),
+        (2, 2, False, 2),
+    ],
+)
+def test_processes_are_as_many_as_cores_compile_and_a_gpu_has_memory_for(
+    monkeypatch, cores, memory_gib, on_gpu, jobs
+):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert jobs_of(replace(H200, memory_gib=memory_gib), on_gpu) == jobs
