@@ -1,6 +1,6 @@
 """Dropout on the host: the mask that kernels draw by Philox, element for element the same.
 
-Philox 4x32-10 (Salmon and others, Parallel random numbers: as easy as 1, 2, 3, 2011).
+Philox 4x32-10 and 2x32-10 (Salmon and others, Parallel random numbers: as easy as 1, 2, 3, 2011).
 """
 
 import torch
@@ -10,6 +10,7 @@ from autoflash.runtime.modifiers import Modifiers
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+PAIR_MULTIPLIER = 0xD256D193
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF  # of 32 bits
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -28,6 +29,18 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     return a, b, c, d
 
 
+def philox_pair(
+    counter: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a counter and an answer of two words, under a key of one: Philox 2x32-10."""
+    a, b = counter
+    for _ in range(ROUNDS):
+        product = a * PAIR_MULTIPLIER
+        a, b = (product >> 32 & WORD) ^ key ^ b, product & WORD
+        key = key + KEY_STEPS[0] & WORD
+    return a, b
+
+
 def dropout_numbers(
     rng: torch.Tensor,
     b: int,
@@ -38,17 +51,25 @@ def dropout_numbers(
     """The 16-bit numbers of elements of sequence `b`, (heads, queries, keys), int64.
 
     `heads`, `queries` and `keys` are indices. A counter of the call's offset, the head and the
-    sequence gives the head's key; under it one of a key and eight queries gives their numbers, two
-    a word, the lower half first.
+    sequence gives the head's key and from where its rows count. Of each 16 queries i and i + 8
+    share a row, of each 16 keys j and j + 8 a column: a counter of both gives the two words of the
+    two queries, whose lower half is the first key's.
     """
     zero = torch.zeros((), dtype=torch.int64, device=rng.device)
     seed, offset = rng
-    first = (offset & WORD, offset >> 32 & WORD, heads[:, None, None], zero + b)
-    head_key = philox(first, (seed & WORD, seed >> 32 & WORD))
-    eighths, of_query = torch.unique(queries // 8, return_inverse=True)
-    words = torch.stack(philox((keys, eighths[:, None], zero, zero), head_key[:2]), dim=2)
-    numbers = torch.stack((words & 0xFFFF, words >> 16), dim=3)  # (heads, eighths, 4, 2, keys)
-    return numbers.flatten(1, 3)[:, of_query * 8 + queries % 8]
+    of_call = (offset & WORD, offset >> 32 & WORD, heads[:, None, None], zero + b)
+    key, first_row, _, _ = philox(of_call, (seed & WORD, seed >> 32 & WORD))
+    rows, of_query = torch.unique(_shared_by_two(queries), return_inverse=True)
+    columns, of_key = torch.unique(_shared_by_two(keys), return_inverse=True)
+    words = philox_pair((columns, rows[:, None] + first_row & WORD), key)
+    halves = [torch.stack((word & 0xFFFF, word >> 16), dim=-1) for word in words]
+    numbers = torch.stack(halves, dim=-2)  # (heads, rows, columns, 2 words, 2 halves)
+    return numbers[:, of_query[:, None], of_key, (queries // 8 % 2)[:, None], keys // 8 % 2]
+
+
+def _shared_by_two(places: torch.Tensor) -> torch.Tensor:
+    """What i and i + 8 of each 16 have in common."""
+    return places // 16 * 8 + places % 8
 
 
 def dropped(

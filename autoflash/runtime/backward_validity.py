@@ -116,7 +116,8 @@ def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int
     Warpgroup products read all of them in shared memory, in every stage; others hold one buffer
     less than stages and pass ds through it. AMD keeps the first two in registers once loaded. The
     kernel of a bias's gradient takes no more: its four tiles have the same sizes and one stage.
-    What dropout keeps changes hands between threads, a byte an element.
+    What dropout keeps changes hands between threads, a byte an element, but where warpgroup products
+    have given each thread what it draws.
     """
     blocks_d = prefill_blocks_d(problem)
     both, wider = (problem.dtype_bytes * channels for channels in (sum(blocks_d), max(blocks_d)))
@@ -124,7 +125,7 @@ def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int
     ds_tile = own * step * problem.dtype_bytes
     if problem.bias:  # whose tile is laid out anew too
         ds_tile *= 2
-    if problem.dropout:
+    if problem.dropout and not prefill_warpgroup_products(problem, gpu):
         ds_tile += own * step
     if problem.masked_by == "documents":  # ids are fetched ahead as tiles are
         ds_tile += 4 * stages * step

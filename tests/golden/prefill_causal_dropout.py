@@ -129,15 +129,15 @@ def dropout_of_head(
 ):
     """What tells which elements of one head dropout keeps, for kept_tile().
 
-    Its Philox key, drawn under the call's seed by a counter of the call's offset, the head and the
-    sequence; how many of 65536 numbers drop; and the query and the key from which tiles count.
+    Its key and from where rows count, drawn by Philox under the call's seed by a counter of the
+    call's offset, the head and the sequence; how many of 65536 numbers drop; and the query and the
+    key from which tiles count.
     """
     seed, offset = tl.load(rng), tl.load(rng + 1)
-    low, high, _, _ = tl.philox(
+    key, first_row, _, _ = tl.philox(
         seed, offset.to(tl.int32), (offset >> 32).to(tl.int32), q_head, batch
     )
-    key = (high.to(tl.uint64) << 32) | low
-    return key, tl.cast(dropout_p * 65536.0, tl.int32), first_m, first_n
+    return key, first_row, tl.cast(dropout_p * 65536.0, tl.int32), first_m, first_n
 
 
 @triton.jit
@@ -148,18 +148,24 @@ def kept_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Which elements are kept of the tile that begins at a query, a multiple of 8, and a key.
+    """Which elements are kept of the tile that begins at a query and a key, multiples of 16.
 
-    A counter names eight queries and a key; its four words are as many pairs of 16-bit numbers, of
-    which the lower half is the first. No tile's shape plays a part.
+    A counter of a row and a column draws two words of two 16-bit numbers by Philox 2x32-10: for
+    the queries i and i + 8 of each 16 a word, for the keys j and j + 8 of each 16 its lower and its
+    upper half. A thread has all four in a product's result and in its transpose: none moves.
     """
-    key, dropped, first_m, first_n = dropout
-    eighths = (first_m + start_m) // 8 + tl.arange(0, ROWS // 8)
-    columns = first_n + start_n + tl.arange(0, COLUMNS)
-    a, b, c, d = tl.philox(key, columns[None, :], eighths[:, None], 0, 0)
-    words = tl.join(tl.join(a, c), tl.join(b, d))  # (ROWS // 8, COLUMNS, 2, 2)
-    kept = tl.join((words & 0xFFFF) >= dropped, (words >> 16) >= dropped)
-    return kept.permute(0, 2, 3, 4, 1).reshape([ROWS, COLUMNS])
+    key, first_row, dropped, first_m, first_n = dropout
+    columns = ((first_n + start_n) // 2 + tl.arange(0, COLUMNS // 2)).to(tl.uint32)
+    rows = ((first_m + start_m) // 2 + tl.arange(0, ROWS // 2)).to(tl.uint32) + first_row
+    a, b = tl.broadcast(columns[None, :], rows[:, None])
+    for _ in tl.static_range(10):
+        high = tl.umulhi(a, 0xD256D193)
+        b, a = a * 0xD256D193, high ^ key ^ b
+        key += 0x9E3779B9
+    of_first = tl.join((a & 0xFFFF) >= dropped, (a >> 16) >= dropped)
+    of_second = tl.join((b & 0xFFFF) >= dropped, (b >> 16) >= dropped)
+    kept = tl.join(of_first, of_second).reshape([ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
+    return kept.permute(0, 5, 1, 2, 4, 3).reshape([ROWS, COLUMNS])
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from autoflash.forward import forward, of_sequence
 from autoflash.gpu import Gpu
 from autoflash.gradients import Gradients
 from autoflash.inputs import Inputs
-from autoflash.mask import visible
 from autoflash.subjects import Candidate
+from autoflash.visibility import seen_keys
 
 
 def masks_differ(inputs: Inputs, chosen: Config, gpu: Gpu) -> str:
@@ -26,7 +26,9 @@ def masks_differ(inputs: Inputs, chosen: Config, gpu: Gpu) -> str:
         queries = of_sequence(inputs.problem, inputs.cu_seqlens_q, b, inputs.q).shape[1]
         keys = of_sequence(inputs.problem, inputs.cu_seqlens_k, b, inputs.k).shape[1]
         rows = torch.arange(queries, device=inputs.q.device)
-        seen = visible(inputs.problem, rows, keys, queries)
+        heads = range(inputs.problem.num_heads)
+        asked = (inputs.problem, inputs.modifiers.masks, b, heads, rows, keys, queries)
+        seen = seen_keys(*asked)
         expected = _host_mask(inputs, b, queries, keys) & seen
         for name, (result, ends) in drawn.items():
             told = of_sequence(inputs.problem, ends, b, result) != 0

@@ -59,11 +59,30 @@ def test_every_kernel_keeps_what_the_host_does_whatever_its_tiles(chosen: Config
 @pytest.mark.parametrize("chosen", TILES, ids=lambda c: f"{c.family} {c.knobs[0][1]}")
 @pytest.mark.parametrize("changed", [{"window_left": 21, "seqlen_q": 50}, {"layout": "thd"}])
 def test_windows_and_packing_count_from_a_sequences_first_tokens(changed, chosen: Config) -> None:
-    """Tiles of keys begin anywhere in a window, and sequences of other lengths stand before."""
+    """Windows begin anywhere, and sequences of other lengths stand before."""
     p = problem(**changed)
     lengths = [(7, 13), (37, 50), (20, 3)] if p.varlen else None
     p = replace(p, batch=3, lengths="ragged") if lengths else p
     assert masks_differ(make_inputs(p, lengths=lengths), chosen, H200) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", TILES, ids=lambda c: f"{c.family} {c.knobs[0][1]}")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"masked_by": "documents", "causal": True},
+        {"masked_by": "documents", "window_left": 21},
+        {"masked_by": "prefix", "causal": True},
+        {"masked_by": "blocks", "mask_block_q": 64, "mask_block_k": 64},
+    ],
+    ids=["documents", "documents in windows", "prefix", "blocks"],
+)
+def test_what_other_masks_leave_has_the_numbers_that_it_has_without(
+    changed, chosen: Config
+) -> None:
+    p = problem(density=50, seqlen_q=64, num_heads=3, num_kv_heads=3, **changed)
+    assert masks_differ(make_inputs(p), chosen, H200) == ""
 
 
 def test_lse_has_the_bits_that_it_has_without_dropout() -> None:

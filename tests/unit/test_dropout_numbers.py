@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoflash.dropout import dropout_numbers, philox
+from autoflash.dropout import dropout_numbers, philox, philox_pair
 from autoflash.gpu import known
 from autoflash.inputs import make_inputs
 from autoflash.problem import Problem, ProblemError
@@ -44,6 +44,23 @@ def test_philox_gives_the_published_answers(counter: str, key: str, words: str) 
     assert " ".join(f"{int(word):08x}" for word in found) == words
 
 
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ("00000000 00000000", "00000000", "ff1dae59 6cd10df2"),
+        ("ffffffff ffffffff", "ffffffff", "2c3f628b ab4fd7ad"),
+        ("243f6a88 85a308d3", "13198a2e", "dd7ce038 f62a4c12"),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_philox_of_two_words_gives_the_published_answers(
+    counter: str, key: str, words: str
+) -> None:
+    first, second = (torch.tensor(int(word, 16)) for word in counter.split())
+    found = philox_pair((first, second), torch.tensor(int(key, 16)))
+    assert " ".join(f"{int(word):08x}" for word in found) == words
+
+
 def numbers(seed: int = 5, offset: int = 0, b: int = 0, heads: torch.Tensor = FEW) -> torch.Tensor:
     return dropout_numbers(torch.tensor([seed, offset]), b, heads, MANY, MANY)
 
@@ -71,7 +88,10 @@ OTHERS = {
     "head": numbers().flip(0),
     "query": numbers().roll(1, 1),
     "eight queries": numbers().roll(8, 1),
+    "sixteen queries": numbers().roll(16, 1),
     "key": numbers().roll(1, 2),
+    "eight keys": numbers().roll(8, 2),
+    "sixteen keys": numbers().roll(16, 2),
 }
 
 
