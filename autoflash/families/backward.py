@@ -36,6 +36,7 @@ PARTS = (
     "backward/bias_scores.py.jinja",
     "backward/sinks.py.jinja",
     "backward/documents.py.jinja",
+    "backward/sources.py.jinja",
     "backward/plan.py.jinja",
 )
 

@@ -28,6 +28,7 @@ PARTS = (
     "backward/bias_scores.py.jinja",
     "backward/sinks.py.jinja",
     "backward/documents.py.jinja",
+    "backward/sources.py.jinja",
     "backward/plan.py.jinja",
 )
 KNOBS = tuple(knob for knob in backward.KNOBS if not knob.name.startswith("Q_"))
