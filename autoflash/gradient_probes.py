@@ -55,7 +55,7 @@ def _sequences_are_apart(subject: Subject, make: Make) -> str:
     cut |= {name: getattr(inputs, name)[: first["k"]] for name in ("k", "v")}
     fewer = replace(inputs.problem, batch=inputs.problem.batch - 1)
     cut |= {"cu_seqlens_q": ends_q[:-1], "cu_seqlens_k": ends_k[:-1]}
-    for name in ("alibi_slopes", "prefix_lens"):
+    for name in ("alibi_slopes", "document_ids", "prefix_lens"):
         if (of_each := getattr(inputs, name)) is not None:
             cut[name] = of_each[:-1]
     rest = replace(inputs, problem=fewer, **cut)

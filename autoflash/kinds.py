@@ -31,8 +31,7 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
     The small list has each switch once, and each type.
     """
     if op == "backward":
-        forwards = [kind for kind in kinds_of("prefill", small) if not kind.paged]
-        served = [k for k in forwards if not (k.varlen and k.masked_by == "documents")]
+        served = [kind for kind in kinds_of("prefill", small) if not kind.paged]
         if small:
             few = like(sample("prefill"), head_dim=16, num_heads=2)
             served += [like(few, mask=RULE), like(few, layout="thd", bias=True, causal=True)]

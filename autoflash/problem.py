@@ -226,7 +226,7 @@ class Variant:
         """What that of dk and dv tells of dropout and of masks beyond windows."""
         told = {"dropout": "dropout", "documents": "document_ids", "prefix": "prefix"}
         named = tuple(name for switch, name in told.items() if getattr(self, switch))
-        return (*named, "origin") if self.mask and self.varlen else named
+        return (*named, "origin") if self.counts_in_sequences else named
 
     @property
     def told_of_hiding_keys(self) -> tuple[str, ...]:
@@ -241,15 +241,40 @@ class Variant:
 
     @property
     def told_of_rule(self) -> tuple[str, ...]:
-        """What that of dq tells of where a rule counts from."""
+        """What that of dq tells of where a rule and documents count from."""
         told = ("q_head",) if self.mask else ()
-        return (*told, "origin") if self.mask and self.varlen else told
+        return (*told, "origin") if self.counts_in_sequences else told
 
     @property
     def told_of_sums(self) -> tuple[str, ...]:
         """What that of dk and dv tells of where dq is added up."""
         told = ("dq_sums", "head", "padded_q") if self.single_pass else ()
         return (*told, "shift") if self.single_pass and self.varlen else told
+
+    @property
+    def counts_in_sequences(self) -> bool:
+        """Whether a backward's loops are told where their sequence's own tokens begin."""
+        return self.varlen and bool(self.mask or self.documents)
+
+    @property
+    def number_of_sequence(self) -> str:
+        """What a backward calls the sequence, in whose batch all that is packed is one."""
+        return "sequence" if self.varlen else "batch"
+
+    @property
+    def tile_of_keys(self) -> str:
+        """The number of a tile of keys among all, by which its range of queries is found."""
+        return "tile" if self.varlen else "(batch * tiles + start_n // BLOCK_N)"
+
+    @property
+    def tile_of_rows(self) -> str:
+        """That of a tile of queries in a backward."""
+        return "tile" if self.varlen else "(batch * tiles + tile)"
+
+    @property
+    def first_key(self) -> str:
+        """Where a backward's keys begin under documents."""
+        return "first_k" if self.varlen else "full * 0"
 
     @property
     def place_of_keys(self) -> str:

@@ -202,7 +202,7 @@ def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_preference = [tuple(map(_backward_amd_warps, each)) for each in by_preference]
         if _backward_is_crowded(problem):
             by_preference = [(_backward_staged(kv, 1), q) for kv, q in by_preference]
-    elif problem.bias and problem.varlen:
+    elif _backward_spills_staged(problem):
         by_preference = [(_backward_staged(kv, 1), q) for kv, q in by_preference]
     elif problem.dropout and load == "descriptor":
         by_preference = [(_backward_staged(kv, 2), q) for kv, q in by_preference]
@@ -231,7 +231,7 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
     if gpu.vendor == "amd":
         # a second stage spills hundreds of bytes
         by_preference = [(block_m, block_n, 4, 1) for block_m, block_n, _, _ in by_preference]
-    elif (problem.bias and problem.varlen) or (load == "pointer" and _backward_is_crowded(problem)):
+    elif _backward_spills_staged(problem) or (load == "pointer" and _backward_is_crowded(problem)):
         by_preference = [_backward_staged(each, 1) for each in by_preference]
     elif problem.dropout and load == "descriptor":
         by_preference = [_backward_staged(each, 2) for each in by_preference]
@@ -244,6 +244,11 @@ def _backward_is_crowded(problem: Problem) -> bool:
     """Whether what changes scores, or masks but causal and windows, take registers too."""
     p = problem
     return p.softcap or p.alibi or p.bias or p.dropout or p.varlen or bool(p.masks)
+
+
+def _backward_spills_staged(problem: Problem) -> bool:
+    """Whether a second stage of queries spills hundreds of bytes, beside dropout too."""
+    return problem.varlen and (problem.bias or problem.masked_by == "documents")
 
 
 def _backward_staged(values: tuple[int, ...], stages: int) -> tuple[int, ...]:

@@ -277,8 +277,6 @@ def problem_error(p: Problem) -> str | None:
 
 def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
-    if p.masked_by == "documents" and p.op == "backward" and p.varlen:
-        return "documents: there is no backward of packed sequences under such masks yet"
     if p.masked_by == "blocks" and p.op == "decode":
         return "blocks: decode takes documents, prefixes and rules of such masks"
     if p.masked_by == "blocks" and (p.varlen or p.paged):

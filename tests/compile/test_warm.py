@@ -118,6 +118,7 @@ def test_the_plans_of_chunks_modified_steps_and_backward_masks_are_those_that_we
         backward_of(mask="kv_idx % 4 < h"),
         backward_of(masked_by="prefix", density=10),
         backward_of(masked_by="documents", density=10),
+        backward_of(layout="thd", masked_by="documents", density=10),
         backward_of(masked_by="blocks", density=10, mask_block_q=128, mask_block_k=64),
     ]
     exported = export([winner_of(problem) for problem in problems])

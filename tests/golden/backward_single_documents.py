@@ -772,9 +772,9 @@ def plan(
         head_dim,
         block_d,
     )
-    shift = seqlen_k - seqlen_q  # a query is of the document at its position
+    of_keys, of_queries = (seqlen_k, 0), (seqlen_q, seqlen_k - seqlen_q)  # places to ids of those
     query_ranges, for_keys = ranges_of_documents(
-        modifiers, (seqlen_k, 0, kv_block_n), (seqlen_q, shift, kv_block_m), new_workspace
+        modifiers, (*of_keys, kv_block_n), (*of_queries, kv_block_m), new_workspace
     )
     kv_arguments = (
         *changes,

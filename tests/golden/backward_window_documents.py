@@ -989,9 +989,9 @@ def plan(
         head_dim,
         block_d,
     )
-    shift = seqlen_k - seqlen_q  # a query is of the document at its position
+    of_keys, of_queries = (seqlen_k, 0), (seqlen_q, seqlen_k - seqlen_q)  # places to ids of those
     query_ranges, for_keys = ranges_of_documents(
-        modifiers, (seqlen_k, 0, kv_block_n), (seqlen_q, shift, kv_block_m), new_workspace
+        modifiers, (*of_keys, kv_block_n), (*of_queries, kv_block_m), new_workspace
     )
     kv_arguments = (
         *changes,
@@ -1013,7 +1013,7 @@ def plan(
         True,
     )
     key_ranges, for_queries = ranges_of_documents(
-        modifiers, (seqlen_q, shift, q_block_m), (seqlen_k, 0, q_block_n), new_workspace
+        modifiers, (*of_queries, q_block_m), (*of_keys, q_block_n), new_workspace
     )
     q_arguments = (
         *changes,

@@ -27,12 +27,13 @@ pytestmark = pytest.mark.gpu
 
 BLOCKS: dict[str, Any] = {"masked_by": "blocks", "mask_block_q": 128, "mask_block_k": 128}
 BLOCKS |= {"density": 40}
+DOCUMENTS: dict[str, Any] = {"masked_by": "documents", "density": 30}
 KINDS: dict[str, dict[str, Any]] = {
     "rule": {"mask": RULE},
     "rule and a bias": {"mask": RULE, "bias": True, "causal": False},
     "prefix": {"masked_by": "prefix", "density": 30},
-    "documents": {"masked_by": "documents", "density": 30, "causal": False},
-    "documents in a window": {"masked_by": "documents", "density": 30, "window_left": 65},
+    "documents": {**DOCUMENTS, "causal": False},
+    "documents in a window": {**DOCUMENTS, "window_left": 65},
     "blocks": {**BLOCKS, "causal": False},
     "blocks and a rule": {**BLOCKS, "mask": RULE, "softcap": True, "sinks": True},
     "blocks and a bias": {**BLOCKS, "bias": True},
@@ -41,6 +42,11 @@ PACKED: dict[str, dict[str, Any]] = {
     "packed, rule": {"mask": RULE, "sinks": True},
     "packed, rule in a window": {"mask": RULE, "window_left": 65, "softcap": True},
     "packed, prefix": {"masked_by": "prefix", "density": 30, "alibi": True},
+    "packed, documents": DOCUMENTS,
+    "packed, documents in a window": {**DOCUMENTS, "window_left": 65, "sinks": True},
+    "packed, documents and a bias": {**DOCUMENTS, "bias": True, "causal": False},
+    "packed, documents and a rule": {**DOCUMENTS, "mask": RULE, "alibi": True},
+    "packed, documents of narrow values": {**DOCUMENTS, "head_dim_v": 64, "dropout": True},
     "packed, bias": {"bias": True, "sinks": True},
     "packed, bias and a rule": {"bias": True, "mask": RULE, "causal": False},
 }
@@ -100,12 +106,23 @@ def test_rows_of_a_long_sequence_are_right(gpu: Gpu, kind: str) -> None:
         assert verdict.correct, f"{family.name}: {verdict.reason}"
 
 
-TUNED = ["rule", "prefix", "documents", "blocks"]
+TUNED = ["rule", "prefix", "documents", "blocks", "packed, prefix", "packed, documents"]
+
+
+def tuned_of(kind: str, seqlen: int, **packing: Any) -> Problem:
+    masked = KINDS[kind] if kind in KINDS else {**PACKED[kind], "layout": "thd", **packing}
+    return of(seqlen, seqlen, **masked)
+
+
+def inputs_of(kind: str) -> Inputs:
+    problem = tuned_of(kind, 300, batch=4, lengths="ragged")
+    lengths = ((300, 300), (0, 70), (77, 200), (5, 0)) if problem.varlen else None
+    return make_inputs(problem, device="cuda", lengths=lengths, wide_rows=8)
 
 
 @pytest.fixture(scope="module")
 def module(gpu: Gpu, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    tuned = [of(512, 512, **KINDS[kind]) for kind in TUNED]
+    tuned = [tuned_of(kind, 512) for kind in TUNED]
     tuned = [p for each in tuned for p in (replace(each, op="prefill"), each)]
     winners = [winner_of(p, gpu=gpu, chain=CHAIN) for p in (prefill_of(), *tuned)]
     path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
@@ -127,7 +144,7 @@ def copied(lists: BlockLists) -> BlockLists:
 @pytest.mark.filterwarnings("ignore:autoflash")
 @pytest.mark.parametrize("kind", TUNED)
 def test_autograd_of_an_exported_module_never_waits_and_repeats_its_bits(module, kind) -> None:
-    inputs = make_inputs(of(300, 300, **KINDS[kind]), device="cuda", wide_rows=8)
+    inputs = inputs_of(kind)
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     runs = []
     for deterministic in (False, False, True):
@@ -152,7 +169,7 @@ def test_autograd_of_an_exported_module_never_waits_and_repeats_its_bits(module,
 @pytest.mark.filterwarnings("ignore:autoflash")
 @pytest.mark.parametrize("kind", TUNED)
 def test_a_graph_of_inductor_has_the_gradients_of_the_eager_call(module, kind) -> None:
-    inputs = make_inputs(of(300, 300, **KINDS[kind]), device="cuda", wide_rows=8)
+    inputs = inputs_of(kind)
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     call = call_of(inputs) | {"deterministic": True}
     compiled = torch.compile(lambda *qkv: module.prefill(*qkv, **call), fullgraph=True)

@@ -1,4 +1,4 @@
-"""The portable backwards in the interpreter of packed sequences under rules and prefixes."""
+"""The portable backwards in the interpreter of packed sequences under masks beyond windows."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from test_backward import config, every_way, problem, single
-from test_backward_masks import HIDING, PREFIX, RULE, WINDOW
+from test_backward_masks import DOCUMENTS, HIDING, PREFIX, RULE, WINDOW
 from test_backward_modifiers import SOME, assert_right, changed, packed, run, same_bits
 
 from autoflash.accuracy import GradientBudget
@@ -22,6 +22,11 @@ pytestmark = [
 ]
 
 BF16 = {"dtype": "bf16"}
+MASKS: dict[str, dict[str, Any]] = {
+    "rule": {"mask": RULE},
+    "prefix": PREFIX,
+    "documents": DOCUMENTS,
+}
 
 
 @every_way
@@ -58,7 +63,11 @@ def test_a_packed_prefix_may_end_anywhere(prefix: int) -> None:
 
 
 @every_way
-@pytest.mark.parametrize("mask", [{"mask": RULE}, {**PREFIX, "mask": HIDING}], ids=["rule", "both"])
+@pytest.mark.parametrize(
+    "mask",
+    [{"mask": RULE}, {**PREFIX, "mask": HIDING}, DOCUMENTS, {**DOCUMENTS, "window_left": 33}],
+    ids=["rule", "both", "documents", "documents in a window"],
+)
 def test_a_packed_sequence_has_the_gradients_of_a_batch(mask: dict[str, Any], way: Config) -> None:
     """Of the same lengths: to the bit, as positions, rows and sequences are what they are there."""
     whole = make_inputs(problem(40, 70, batch=3, **mask), wide_rows=8)
@@ -86,7 +95,7 @@ def noise_around_the_second(inputs: Inputs) -> Inputs:
 
 
 @every_way
-@pytest.mark.parametrize("mask", [{"mask": RULE}, PREFIX], ids=["rule", "prefix"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_what_one_packed_sequence_holds_changes_no_bit_of_another(
     mask: dict[str, Any], way: Config
 ) -> None:
@@ -99,7 +108,7 @@ def test_what_one_packed_sequence_holds_changes_no_bit_of_another(
         assert torch.equal(one[own], other[own]) and (one[own] != 0).any(), name
 
 
-@pytest.mark.parametrize("mask", [{"mask": RULE}, PREFIX], ids=["rule", "prefix"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_packed_mask_is_felt(mask: dict[str, Any]) -> None:
     """What is found right are not the gradients without it."""
     lengths = ((37, 37), (20, 70))

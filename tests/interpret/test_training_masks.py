@@ -28,6 +28,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "documents": {"masked_by": "documents", "density": 40},
     "blocks": {"masked_by": "blocks", "density": 60, "mask_block_q": 16, "mask_block_k": 16},
 }
+OF_PACKED = ("rule", "prefix", "documents")
 MASKS["blocks and a bias"] = {**MASKS["blocks"], "bias": True}
 
 # numpy warns of the -inf that the lse of a row without a visible key is
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in lo
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     path: Path = tmp_path_factory.mktemp("exported") / "attention_dispatch.py"
-    packed = [MASKS[name] | PACKED for name in ("rule", "prefix")]
+    packed = [MASKS[name] | PACKED for name in OF_PACKED]
     masks = (*MASKS.values(), *packed)
     tuned = [make(**mask) for mask in masks for make in (prefill_of, backward_of)]
     tuned += [prefill_of(mask=FORWARD_ALONE, **more) for more in ({}, PACKED)]
@@ -55,7 +56,7 @@ def test_gradients_under_a_mask_are_those_of_the_reference(module: Any, mask: di
         assert verdict.correct, verdict.reason
 
 
-@pytest.mark.parametrize("mask", ["rule", "prefix"])
+@pytest.mark.parametrize("mask", OF_PACKED)
 def test_packed_sequences_have_gradients_under_a_mask(module: Any, mask: str) -> None:
     problem, lengths = replace(CAUSAL, **MASKS[mask] | PACKED), [(9, 20), (0, 3), (20, 33)]
     for seed in (0, 1):
@@ -106,7 +107,7 @@ def test_masks_without_gradients_are_refused_by_name(module: Any) -> None:
             compiled(*leaves(inputs), causal=True, mask=RULE, **other)
 
 
-IN_GRAPHS = {**MASKS, **{f"packed, {name}": MASKS[name] | PACKED for name in ("rule", "prefix")}}
+IN_GRAPHS = {**MASKS, **{f"packed, {name}": MASKS[name] | PACKED for name in OF_PACKED}}
 
 
 @pytest.mark.parametrize("mask", IN_GRAPHS.values(), ids=IN_GRAPHS)

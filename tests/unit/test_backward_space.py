@@ -80,11 +80,12 @@ def test_tiles_divide_the_blocks_of_a_mask_and_the_default_is_one_of_them(gpu, s
                     assert sizes[name.endswith("N")] % int(tile) == 0
 
 
-def test_packed_sequences_have_rules_and_prefixes_and_blocks_a_bias() -> None:
+def test_packed_sequences_have_all_masks_but_blocks_and_blocks_a_bias() -> None:
     blocks = {"masked_by": "blocks", "mask_block_q": 64, "mask_block_k": 64}
     for masks in (
         {"layout": "thd", "mask": "h > 0"},
         {"layout": "thd", "masked_by": "prefix", "density": 9, "bias": True},
+        {"layout": "thd", "masked_by": "documents", "density": 9, "dropout": True},
         {"bias": True, "density": 9, **blocks},
     ):
         p = problem(**masks)

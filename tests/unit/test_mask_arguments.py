@@ -119,8 +119,7 @@ def test_what_packed_sequences_pages_and_steps_take_of_masks():
         message = f"blocks: prefill {told}.* takes documents, prefixes and rules of such masks"
         with pytest.raises(ProblemError, match=message):
             Problem("prefill", **where, **blocks)
-    with pytest.raises(ProblemError, match="documents: there is no backward of packed sequences"):
-        Problem("backward", layout="thd", **documents)
+    assert Problem("backward", layout="thd", **documents).masks == ("documents",)
     with pytest.raises(ProblemError, match="blocks: decode takes documents, prefixes and rules of"):
         Problem("decode", **blocks)
     with pytest.raises(ProblemError, match="density 5 is not from 1 to 100 percent, or 0 without"):
