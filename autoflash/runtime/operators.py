@@ -32,6 +32,7 @@ from .traced_gradients import (
     masked_gradient_results,
     run_gradients,
     run_masked_gradients,
+    without_training,
 )
 from .training import refuse_slopes
 
@@ -126,9 +127,12 @@ def prefill_traced(
         _refuse_traced_gradients("prefill", q, k, v, *tensors)
     elif torch.is_grad_enabled():
         refuse_slopes(tensors[0])
+    masked, packed = any_given(masks), packing[0] is not None
+    # the forward tells where it may be alone, as that of a plain call never is in such a module
+    alone = masked or (packed and tensors[1] is not None) or v.shape[-1] != q.shape[-1]
     numbers = (causal, softmax_scale, layout, *window, softcap)
-    options = (*numbers, *tensors, *packing, deterministic, check, *dropout)
-    if not any_given(masks):
+    options = (*numbers, *tensors, *packing, deterministic, check, *dropout, asked and alone)
+    if not masked:
         if paged:
             options = (kv_layout, *options)
             return _called("prefill_chunked", (q, k, v, *tables), options, out, return_lse)
@@ -245,6 +249,7 @@ def _kernels(
     ) -> Any:
         if rarer:
             given = dict(zip(PREFILL_LEFT_OUT, (causal, softmax_scale, layout, *rarer)))
+            given = without_training(q, k, v, given)
             return prefill(q, k, v, out=out, return_lse=True, **_with_window(given))
         return prefill(
             q,
@@ -258,7 +263,8 @@ def _kernels(
         )
 
     def run_masked(q: Any, k: Any, v: Any, *options: Any, out: Any = None) -> Any:
-        given = _with_window(MASKS_LEFT_OUT | dict(zip(MASKS_LEFT_OUT, options)))
+        given = without_training(q, k, v, MASKS_LEFT_OUT | dict(zip(MASKS_LEFT_OUT, options)))
+        given = _with_window(given)
         blocks = blocks_given(given)
         for name in (*FLAT_MASKS[:6], *QueryLists._fields):
             del given[name]
@@ -267,7 +273,7 @@ def _kernels(
     def run_chunked(
         q: Any, k: Any, v: Any, lengths: Any, table: Any, *options: Any, out: Any = None
     ) -> Any:
-        given = _with_window(dict(zip(CHUNKS_LEFT_OUT, options)))
+        given = _with_window(without_training(q, k, v, dict(zip(CHUNKS_LEFT_OUT, options))))
         given |= {"cache_seqlens": lengths, "block_table": table}
         return prefill(q, k, v, out=out, return_lse=True, **given)
 

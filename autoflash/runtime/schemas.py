@@ -15,7 +15,7 @@ PREFILL_OPTIONS = (
     " SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? bias=None,"
     " Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
     " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool deterministic=False,"
-    " bool check=False, float dropout_p=0.0, Tensor? rng=None"
+    " bool check=False, float dropout_p=0.0, Tensor? rng=None, bool training=False"
 )
 MASK_OPTIONS = (  # of operators of their own: each takes time where it is left out, too
     "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None,"

@@ -11,7 +11,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from .masks import BlockLists, QueryLists
 from .modifiers import Modifiers
 from .schemas import MASKS_LEFT_OUT, PREFILL_LEFT_OUT
-from .training import prefill_gradients, training_of
+from .training import Training, prefill_gradients, training_of
 from .transposed import with_query_lists
 
 # What the dispatcher has in store for plain tensors of a device: autograd, then its kernel.
@@ -93,14 +93,32 @@ def blocks_given(given: Mapping[str, Any]) -> BlockLists | None:
     return BlockLists(*lists, BLOCK_SIZE=sizes, queries=queries)
 
 
+def without_training(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options of a forward's operator without `training`, which is none of the function's.
+
+    Raises ProblemError where it says that gradients will be asked for and no backward serves them.
+    """
+    if options.pop("training", False):
+        _training_asked(q, k, v, {**PREFILL_LEFT_OUT, **options})
+    return options
+
+
+def _training_asked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Mapping[str, Any]
+) -> tuple[Training, Modifiers]:
+    modifiers = _modifiers_given(options)
+    call = (options["causal"], options["layout"], modifiers, options["softmax_scale"])
+    return training_of(q, k, v, *call, options["deterministic"]), modifiers
+
+
 def _run_gradients(given: tuple[Any, ...], left_out: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     q, k, v = given[:3]
     of_bias, of_sinks, *values = given[FORWARD_TENSORS:]
     options = {**left_out, **dict(zip(left_out, values))}
     bias, sinks = options["bias"], options["sinks"]
-    modifiers = _modifiers_given(options)
-    call = (options["causal"], options["layout"], modifiers, options["softmax_scale"])
-    training = training_of(q, k, v, *call, options["deterministic"])
+    training, modifiers = _training_asked(q, k, v, options)
     if modifiers.block_mask is not None:
         listed = with_query_lists(training.problem, modifiers.block_mask)
         modifiers = modifiers._replace(block_mask=listed)

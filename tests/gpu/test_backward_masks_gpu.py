@@ -184,6 +184,21 @@ def test_a_graph_of_inductor_has_the_gradients_of_the_eager_call(module, kind) -
 
 
 @pytest.mark.filterwarnings("ignore:autoflash")
+def test_a_graph_of_inductor_tells_in_its_forward_that_no_backward_was_tuned(gpu, tmp_path) -> None:
+    path, rule = tmp_path / "attention_dispatch.py", {"mask": RULE}
+    tuned = (of(512, 512), *(replace(of(512, 512, **on), op="prefill") for on in ({}, rule)))
+    path.write_text(export([winner_of(p, gpu=gpu, chain=CHAIN) for p in tuned]).text)
+    module = load_module(path)
+    inputs = make_inputs(of(300, 300, **rule), device="cuda")
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    compiled = torch.compile(lambda *qkv: module.prefill(*qkv, **call_of(inputs)), fullgraph=True)
+    with pytest.raises(module.ProblemError, match=r"backward: no kernels for causal with .*: none"):
+        compiled(*leaves)
+    with torch.no_grad():
+        assert torch.isfinite(compiled(*leaves)[0]).all()
+
+
+@pytest.mark.filterwarnings("ignore:autoflash")
 def test_a_captured_step_follows_lists_that_change_in_place(module) -> None:
     inputs = make_inputs(of(300, 300, **KINDS["blocks"]), device="cuda", wide_rows=8)
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]

@@ -288,7 +288,8 @@ def test_torchs_own_check_of_operators_passes(module, number):
 
 def test_what_an_operator_is_not_given_is_what_its_function_takes_it_for(module):
     """Else a call by the operator would mean another thing than one by the function."""
-    windows = {"window_left": -1, "window_right": -1}  # of the function, one tuple
+    # both sides of the window are one tuple of the function, and it sees who asks for gradients
+    windows = {"window_left": -1, "window_right": -1, "training": False}
     elsewhere = {*windows, "k_number", "v_number", *module.FLAT_MASKS[:6]}
     elsewhere |= set(module.QueryLists._fields)  # of a block_mask too
     for name, schema in module.OPERATOR_SCHEMAS.items():

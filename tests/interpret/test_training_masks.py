@@ -90,10 +90,6 @@ def test_masks_without_gradients_are_refused_by_name(module: Any) -> None:
     inputs = make_inputs(replace(CAUSAL, mask=RULE))
     with pytest.raises(module.ProblemError, match=r"backward: no kernels for causal with .*: none"):
         call(module, inputs, mask=FORWARD_ALONE)
-    torch._dynamo.reset()
-    compiled = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
-    with pytest.raises(module.ProblemError, match=r"backward: no kernels for causal with .*: none"):
-        compiled(*leaves(inputs), causal=True, mask=FORWARD_ALONE).sum().backward()
     ends = torch.tensor([0, 20], dtype=torch.int32)
     packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 20, "max_seqlen_k": 20}
     q, k, v = (t[0, :20].detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
@@ -102,9 +98,47 @@ def test_masks_without_gradients_are_refused_by_name(module: Any) -> None:
     pages = {"block_table": ends[None], "cache_seqlens": ends[1:]}
     with pytest.raises(module.ProblemError, match="with gradients: block_table is not supported"):
         module.prefill(*leaves(inputs), causal=True, mask=RULE, **pages)
+    torch._dynamo.reset()
+    compiled = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
     for other in ({"out": torch.empty_like(inputs.q)}, pages):
         with pytest.raises(Exception, match="there is no backward yet of such a call in a graph"):
             compiled(*leaves(inputs), causal=True, mask=RULE, **other)
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "rule": {"mask": FORWARD_ALONE},
+    "packed, rule": {"mask": FORWARD_ALONE} | PACKED,
+    "packed, bias": {"bias": True} | PACKED,
+    "narrow values and sinks": {"head_dim_v": 24, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("fields", ALONE.values(), ids=ALONE)
+def test_a_compiled_graph_tells_in_its_forward_what_the_eager_call_does(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """That nobody tuned its backward, in the same line; who asks for no gradient is served."""
+    path = tmp_path / "attention_dispatch.py"
+    tuned = [prefill_of(), backward_of(), prefill_of(**fields)]
+    path.write_text(export([winner_of(p) for p in tuned]).text)
+    module: Any = load_module(path)
+    problem = replace(CAUSAL, **fields)
+    lengths = [(9, 20), (0, 3), (20, 33)] if problem.varlen else None
+    inputs = make_inputs(problem, lengths=lengths, wide_rows=1)
+    given = inputs.modifiers.of_prefill | {"window": (-1, -1), "causal": True}
+    torch._dynamo.reset()
+    compiled = torch.compile(module.prefill, fullgraph=True, backend="aot_eager")
+    told = []
+    for prefill in (module.prefill, compiled):
+        with pytest.raises(
+            module.ProblemError, match=r"backward: no kernels for .*: none"
+        ) as error:
+            prefill(*leaves(inputs), **given)
+        told.append(str(error.value))
+    assert told[0] == told[1] and "\n" not in told[0]
+    with torch.no_grad():
+        expected = module.prefill(*leaves(inputs), **given)
+        assert torch.equal(compiled(*leaves(inputs), **given), expected)
 
 
 IN_GRAPHS = {**MASKS, **{f"packed, {name}": MASKS[name] | PACKED for name in OF_PACKED}}
