@@ -37,6 +37,7 @@ def kinds_of(op: str, small: bool) -> list[Problem]:
             served += [like(few, mask=RULE), like(few, layout="thd", bias=True, causal=True)]
             blocks = {"masked_by": "blocks", "mask_block_q": 32, "mask_block_k": 64}
             served += [like(few, density=MIXED, bias=True, **blocks)]
+            served += [like(few, layout="thd", density=MIXED, masked_by="documents")]
         return [replace(kind, op="backward") for kind in served]
     if op == "prefill":
         return _few_prefills() if small else list(dict.fromkeys(_all_prefills()))
