@@ -116,8 +116,8 @@ def _backward_part_smem_bytes(problem: Problem, own: int, step: int, stages: int
     Warpgroup products read all of them in shared memory, in every stage; others hold one buffer
     less than stages and pass ds through it. AMD keeps the first two in registers once loaded. The
     kernel of a bias's gradient takes no more: its four tiles have the same sizes and one stage.
-    What dropout keeps changes hands between threads, a byte an element, but where warpgroup products
-    have given each thread what it draws.
+    What dropout keeps changes hands between threads, a byte an element, but where each thread of
+    warpgroup products has what it draws.
     """
     blocks_d = prefill_blocks_d(problem)
     both, wider = (problem.dtype_bytes * channels for channels in (sum(blocks_d), max(blocks_d)))

@@ -57,7 +57,15 @@ def test_every_kernel_keeps_what_the_host_does_whatever_its_tiles(chosen: Config
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", TILES, ids=lambda c: f"{c.family} {c.knobs[0][1]}")
-@pytest.mark.parametrize("changed", [{"window_left": 21, "seqlen_q": 50}, {"layout": "thd"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"window_left": 21, "seqlen_q": 50},
+        {"layout": "thd"},
+        {"layout": "thd", "window_left": 21, "density": 50, "masked_by": "documents"},
+    ],
+    ids=["window", "packed", "packed documents in windows"],
+)
 def test_windows_and_packing_count_from_a_sequences_first_tokens(changed, chosen: Config) -> None:
     """Windows begin anywhere, and sequences of other lengths stand before."""
     p = problem(**changed)
