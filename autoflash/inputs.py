@@ -83,6 +83,7 @@ class Inputs:
             given = Modifiers(p.window, self.softcap, self.alibi_slopes, self.bias, self.sinks)
             return given._replace(
                 page_positions=self.page_positions,
+                block_mask=self.block_mask,
                 document_ids=self.document_ids,
                 prefix_lens=self.prefix_lens,
                 mask=p.mask or None,

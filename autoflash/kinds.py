@@ -105,6 +105,7 @@ def _few_decodes() -> list[Problem]:
         kind(page_size=16, masked_by="documents", density=MIXED),
         kind(seqlen_q=3, masked_by="documents", density=MIXED, window_left=16),
         kind(page_size=3, seqlen_q=3, masked_by="prefix", density=MIXED),
+        kind(page_size=16, seqlen_q=2, masked_by="blocks", density=MIXED, mask_block_k=32),
     ]
 
 
@@ -267,10 +268,18 @@ def _masked_decodes(wide: Problem, latent: Problem) -> Iterator[Problem]:
     for seqlen_q, mask in product((1, 3), ("", RULE)):
         sizes = {"page_size": 16 * bool(mask), "seqlen_q": seqlen_q, "window_left": 16}
         yield like(wide, **sizes, **documents, mask=mask)
+    for page_size, seqlen_q, block in product((0, 16), (1, 3), (32, 48, 128)):
+        sizes = {"page_size": page_size, "seqlen_q": seqlen_q, "mask_block_k": block}
+        blocks = {"masked_by": "blocks", "density": MIXED, **sizes}
+        for more in beside if block == 48 else ({}, everything, {"mask": RULE}):
+            yield like(wide, **blocks, **more)
+    blocks = {"masked_by": "blocks", "density": MIXED, "mask_block_k": 64}
     for masked in (documents, prefix):
         yield like(wide, page_size=16, seqlen_q=3, pages="chosen", **masked)
         yield like(wide, num_heads=71, num_kv_heads=1, head_dim=64, seqlen_q=2, **masked)
         yield like(latent, head_dim_v=512, page_size=16, seqlen_q=2, **masked)
+    yield like(wide, num_heads=71, num_kv_heads=1, head_dim=64, seqlen_q=2, **blocks)
+    yield like(latent, head_dim_v=512, page_size=16, seqlen_q=2, **blocks)
 
 
 def like(problem: Problem, **changes: Any) -> Problem:

@@ -1,11 +1,13 @@
-"""Variant: the structural switches that decide a kernel's text; and a problem told in a line."""
+"""Variant: the structural switches that decide a kernel's text."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from autoflash.rule import in_triton
 from autoflash.runtime.mask_rule import rule_digest
-from autoflash.runtime.problem import MASKED_BY, MODIFIERS, PAGES, Problem, ProblemError
+from autoflash.runtime.problem import MASKED_BY, MODIFIERS, Problem, ProblemError
+from autoflash.title import briefs, title
+
+BLOCK_NUMBERS = ("blocks_of_row", "tiles_of_row")  # of a decode kernel of listed blocks
 
 __all__ = ["Problem", "ProblemError", "Variant", "briefs", "title"]
 
@@ -97,13 +99,14 @@ class Variant:
         return "biases" if self.bias else "slopes_log2"
 
     @property
-    def numbers_of_modifiers(self) -> tuple[str, ...]:
+    def numbers_of_step(self) -> tuple[str, ...]:
         """Numbers that a decode kernel takes for what is on, unspecialised."""
+        numbers = ("seqlen_q",) * self.queries
         if not self.modified:
-            return ()
-        numbers = ("reach", "visited") + ("positions_width",) * self.paged
+            return numbers
+        numbers += ("reach", "visited") + ("positions_width",) * self.paged
         numbers += () if self.bias else ("stride_ab", "stride_ah")
-        return numbers + ("stride_jb",) * self.documents
+        return numbers + ("stride_jb",) * self.documents + BLOCK_NUMBERS * self.blocks
 
     @property
     def told_of_keys(self) -> tuple[str, ...]:
@@ -114,12 +117,51 @@ class Variant:
         told += ("window_left",) * self.queries + ("reach",) + ("positions_row",) * self.paged
         told += ("softcap_log2", self.added_to_scores)
         told += (self.rows_of_rule,) if self.mask else ()
-        return told + ("documents",) * self.documents + ("row_places",) * self.prefix
+        told += ("documents",) * self.documents + ("row_places",) * self.places_apart
+        return told + ("blocks", "MASK_BLOCK_K") * self.blocks
+
+    @property
+    def told_of_queries(self) -> tuple[str, ...]:
+        """What it tells of query tokens to those who store its rows."""
+        return ("queries", "seqlen_q") * self.queries
+
+    @property
+    def strides_of_out(self) -> tuple[str, ...]:
+        return ("stride_ob", *("stride_os",) * self.queries, "stride_oh")
+
+    @property
+    def count_of_tiles(self) -> str:
+        """How many tiles of keys a decode kernel reads of a sequence."""
+        if self.blocks:
+            head = "" if self.latent else "kv_head * batch + "
+            return f"tl.load(tile_counts + {head}sequence)"
+        told = "reach, visited, " if self.modified else ""
+        return f"count_tiles(seqlen_k, {told}BLOCK_N)"
+
+    @property
+    def places_apart(self) -> bool:
+        """Whether query tokens of a decode kernel may see keys beyond where they stand."""
+        return self.prefix or (self.blocks and self.queries)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a decode kernel may know which pages it reads before it is told lengths."""
+        return self.paged and not self.blocks
+
+    @property
+    def tile_at_first(self) -> str:
+        """What a decode kernel's loop calls its first tile of keys, before it begins."""
+        return "next_tile" if self.blocks else "tile_start"
+
+    @property
+    def tile_after(self) -> str:
+        """What it calls the tile after this one."""
+        return "next_tile" if self.blocks else "tile + 1"
 
     @property
     def position_of_rows(self) -> str:
-        """What that loop calls where each row stands: the last key it sees but for a prefix."""
-        return "row_places" if self.prefix else "last_keys"
+        """What that loop calls where each row stands: the last key it sees, where not apart."""
+        return "row_places" if self.places_apart else "last_keys"
 
     @property
     def place_of_rows(self) -> str:
@@ -316,80 +358,3 @@ class Variant:
 
 
 SWITCHES = tuple(field.name for field in fields(Variant) if field.type is bool)
-
-
-def title(problem: Problem) -> str:
-    """The problem in one line for people; what is as usual is left out."""
-    kind = " ".join(_kind(problem))
-    return ", ".join([kind, *(told for told, _ in _parts(problem))])
-
-
-def briefs(problems: Sequence[Problem]) -> tuple[str, list[str]]:
-    """What all of several problems have alike, and each of them without it, in short.
-
-    A letter and a number are `b` batch, `h` num_heads/num_kv_heads, `d` head_dim, `q` queries, `k`
-    keys, `p` page_size and `w` window. One problem alone has nothing alike.
-    """
-    told = [[*_kind(problem), *(short for _, short in _parts(problem))] for problem in problems]
-    alike = [part for part in told[0] if all(part in each for each in told)] if told[1:] else []
-    return " ".join(alike), [" ".join(x for x in each if x not in alike) for each in told]
-
-
-def _kind(p: Problem) -> list[str]:
-    return [p.op, p.dtype, *(["causal" if p.causal else "full"] if p.op != "decode" else [])]
-
-
-def _parts(p: Problem) -> list[tuple[str, str]]:
-    """What a title says after the kind, and the same in short."""
-    wide = f"/{p.head_dim_v}" * (p.head_dim_v != p.head_dim)
-    queries = p.seqlen_q > 1 if p.op == "decode" else p.seqlen_q != p.seqlen_k
-    window, w = f"window {p.window_left}, {p.window_right}", f"w{p.window_left},{p.window_right}"
-    blocks = f" of {p.mask_block_q} by {p.mask_block_k}" if p.mask_block_q else ""
-    of = f" {p.mask_block_q}x{p.mask_block_k}" if p.mask_block_q else ""
-    masked = f"{p.masked_by}{blocks}, {p.density} %", f"{p.masked_by}{of} {p.density}%"
-    first = [
-        (f"batch {p.batch}", f"b{p.batch}"),
-        (f"heads {p.num_heads}/{p.num_kv_heads}", f"h{p.num_heads}/{p.num_kv_heads}"),
-        (f"head_dim {p.head_dim}{wide}", f"d{p.head_dim}{wide}"),
-        (f"{p.seqlen_q} queries", f"q{p.seqlen_q}") if queries else None,
-        (f"{p.seqlen_k} keys", f"k{p.seqlen_k}"),
-    ]
-    pages = [
-        (f"pages of {p.page_size}", f"p{p.page_size}") if p.paged else None,
-        _as_it_is(f"pages {p.pages}") if p.pages in PAGES[1:] else None,
-    ]
-    kv_layout = _as_it_is(p.kv_layout) if p.kv_layout != "nhd" else None
-    lengths = _as_it_is(p.lengths) if p.lengths != "equal" else None
-    mask = _as_it_is(f"mask {p.mask}") if p.mask else None
-    modifiers = [_as_it_is(name) for name in p.modifiers]
-    if p.op != "decode":
-        told = [
-            *first,
-            (window, w) if p.windowed else None,
-            *modifiers,
-            masked if p.density else None,
-            mask,
-            _as_it_is(p.layout) if p.layout != "bshd" else None,
-            lengths,
-            _as_it_is("deterministic") if p.deterministic else None,
-            *pages,
-            kv_layout,
-        ]
-    else:
-        scales = (f"{p.kv_dtype} with scales per {p.kv_scales}", f"{p.kv_dtype}/{p.kv_scales}")
-        told = [
-            *first,
-            *(pages if p.paged else [_as_it_is("contiguous")]),
-            (f"window {p.window_left}", f"w{p.window_left}") if p.windowed else None,
-            *modifiers,
-            masked if p.density else None,
-            mask,
-            scales if p.quantised else None,
-            kv_layout,
-            lengths,
-        ]
-    return [part for part in told if part]
-
-
-def _as_it_is(word: str) -> tuple[str, str]:
-    return word, word

@@ -41,6 +41,8 @@ def visible_pairs(problem: Problem) -> int:
         own = _lengths(p)[1]
         every = [keys for lengths in document_lengths(p, lengths=own) for keys in lengths]
         return _pairs_in(p, every, every)
+    if p.masked_by == "blocks" and p.op == "decode":
+        return max(1, p.seqlen_q * sum(_listed_keys(p)))
     if p.masked_by == "blocks":
         return max(1, p.batch * p.seqlen_q * p.seqlen_k * p.density // 100)
     lengths = _lengths(p)
@@ -66,6 +68,11 @@ def _pairs_in(problem: Problem, every_q: list[int], every_k: list[int]) -> int:
 def _last_documents(problem: Problem) -> list[int]:
     """The keys that a step reads of each sequence: about those of its last document."""
     return [max(1, keys * problem.density // 100) for keys in sequence_lengths(_read(problem))]
+
+
+def _listed_keys(problem: Problem) -> list[int]:
+    """The keys that a step reads of each sequence: as many percent as its blocks' density says."""
+    return [keys * problem.density // 100 for keys in sequence_lengths(problem)]
 
 
 def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
@@ -98,6 +105,8 @@ def cache_bytes(problem: Problem) -> int:
     reach = p.seqlen_q + p.window_left if p.window_left >= 0 else p.seqlen_k
     if p.op == "decode" and p.masked_by == "documents":
         live = tuple(min(each, own) for each, own in zip(live, _last_documents(p)))
+    if p.op == "decode" and p.masked_by == "blocks":
+        live = tuple(min(each, own) for each, own in zip(live, _listed_keys(p)))
     keys = sum(min(each, reach) for each in live)
     scales = 2 * 4 if p.kv_scales == "token" else 0  # fp32, of K and of V
     width = p.head_dim if p.latent else p.head_dim + p.head_dim_v

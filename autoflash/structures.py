@@ -9,6 +9,7 @@ from autoflash.problem import Problem
 from autoflash.runtime.masks import BlockLists
 
 DEAD_BLOCK = 2**30  # an index that must never be followed
+OWN_BLOCKS = 0.05  # of a head's in decode: what a group's heads list is about the same
 DEAD_ID = -(2**31)  # of a document that no key is of
 
 
@@ -71,25 +72,35 @@ def prefix_lens(
     return torch.tensor([first, *(drawn.randint(0, 2 * first) for _ in range(1, p.batch))]).int()
 
 
-def block_lists(problem: Problem, seed: int = 0, poison: bool = True) -> BlockLists:
+def block_lists(
+    problem: Problem, seed: int = 0, poison: bool = True, width: int | None = None
+) -> BlockLists:
     """Random blocks, half of them whole, of each head of each sequence.
 
     Under causal those above the diagonal are not there, and those on it are not whole. With
-    `poison` entries past the last that counts are such as must not be followed.
+    `poison` entries past the last that counts are such as must not be followed. In decode they are
+    of the `width` keys that a cache can hold, in no order, and the heads of a group list about the
+    same ones.
     """
     p = problem
-    rows, columns = -(-p.seqlen_q // p.mask_block_q), -(-p.seqlen_k // p.mask_block_k)
+    keys = p.seqlen_k if width is None else width
+    rows, columns = -(-p.seqlen_q // p.mask_block_q), -(-keys // p.mask_block_k)
     shape = (p.batch, p.num_heads, rows, columns)
     generator = torch.Generator().manual_seed(seed)
     there = torch.rand(shape, generator=generator) < p.density / 100
     whole = torch.rand(shape, generator=generator) < 0.5
-    if p.causal:
+    order = torch.arange(columns)
+    if p.op == "decode":
+        own = torch.rand(shape, generator=generator) < OWN_BLOCKS
+        there = torch.where(own, there, there[:, torch.arange(p.num_heads) // p.group_size])
+        order = torch.randperm(columns, generator=generator)
+    elif p.causal:
         first_p = torch.arange(rows)[:, None] * p.mask_block_q + p.seqlen_k - p.seqlen_q
         first_key = torch.arange(columns)[None] * p.mask_block_k
         there &= first_key < first_p + p.mask_block_q
         whole &= first_key + p.mask_block_k - 1 <= first_p
-    partial, full = _listed(there & ~whole, poison), _listed(there & whole, poison)
-    return BlockLists(*partial, *full, (p.mask_block_q, p.mask_block_k))
+    lists = (*_listed(there & ~whole, order, poison), *_listed(there & whole, order, poison))
+    return BlockLists(*lists, (p.mask_block_q, p.mask_block_k))
 
 
 def masks_of(
@@ -111,17 +122,19 @@ def masks_of(
     if p.masked_by == "prefix":
         made["prefix_lens"] = prefix_lens(p, seed, lengths).to(device)
     if p.masked_by == "blocks":
-        lists = block_lists(p, seed, poison)
+        lists = block_lists(p, seed, poison, width)
         made["block_mask"] = lists._replace(
             **{name: getattr(lists, name).to(device) for name in BlockLists._fields[:4]}
         )
     return made
 
 
-def _listed(there: torch.Tensor, poison: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of each row there are, and the numbers of columns, those first."""
-    counts = there.sum(dim=-1, dtype=torch.int32)
-    order = torch.argsort(there.int(), dim=-1, descending=True, stable=True).int()
+def _listed(
+    there: torch.Tensor, columns: torch.Tensor, poison: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of each row there are, and the columns as they are ordered, those first."""
+    counts, there = there.sum(dim=-1, dtype=torch.int32), there[..., columns]
+    order = columns[torch.argsort(there.int(), dim=-1, descending=True, stable=True)].int()
     if poison:
         order.masked_fill_(torch.arange(there.shape[-1]) >= counts[..., None], DEAD_BLOCK)
     return counts, order

@@ -137,7 +137,8 @@ class Exported:
         paged = {"pages": p.pages} if p.paged and p.pages != CHOSEN else {}
         on = inputs.modifiers
         modified = {"softcap": on.softcap, "alibi_slopes": on.alibi_slopes, "sinks": on.sinks}
-        names = ("bias", "page_positions", "document_ids", "prefix_lens", "mask", "density")
+        names = ("bias", "page_positions", "block_mask", "document_ids", "prefix_lens")
+        names += ("mask", "density")
         modified |= {name: getattr(on, name) for name in names}
         return self._module.decode(
             inputs.q,

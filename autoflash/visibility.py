@@ -105,6 +105,7 @@ def _of_head(tensor: torch.Tensor, b: int, head: int) -> torch.Tensor:
 def _listed(number: torch.Tensor, listed: torch.Tensor, blocks: int) -> torch.Tensor:
     """(rows, blocks): which blocks are among the first `number` that are listed for each row."""
     live = torch.arange(listed.shape[1], device=listed.device) < number[:, None]
+    live &= listed < blocks  # a cache's lists may be of more keys than a sequence has
     there = torch.zeros(len(listed), blocks + 1, dtype=torch.bool, device=listed.device)
     # what does not count goes to a column of its own
     places = torch.where(live, listed, blocks).long()

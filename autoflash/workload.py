@@ -165,8 +165,9 @@ class DecodeEntry(Model):
     bias: OneOrMany[bool] = Field(default=[False])
     sinks: OneOrMany[bool] = Field(default=[False])
     mask: OneOrMany[Text] = Field(default_factory=list)
-    masked_by: OneOrMany[Literal["documents", "prefix"]] = Field(default_factory=list)
+    masked_by: OneOrMany[Literal["blocks", "documents", "prefix"]] = Field(default_factory=list)
     density: OneOrMany[Percent] = Field(default_factory=list)
+    mask_block_k: OneOrMany[Positive] = Field(default_factory=list)
     weight: Weight = 1.0
 
 

@@ -24,6 +24,7 @@ PARTS = (
     "shared/softcap.py.jinja",
     "shared/masks.py.jinja",
     "decode/documents.py.jinja",
+    "decode/blocks.py.jinja",
     "decode/modifiers.py.jinja",
     "decode/quantised.py.jinja",
     "decode/attend.py.jinja",

@@ -132,8 +132,11 @@ def _masked_steps(steps: list[Problem]) -> list[Problem]:
     """Those of them that have masks too, in texts that are not by the dozen."""
     few = [p for p in steps if not (p.bias or p.quantised or p.latent)]
     made = [replace(p, masked_by="documents", density=10) for p in few]
-    several = [p for p in few if p.seqlen_q > 1 and not p.windowed]
-    return made + [replace(p, masked_by="prefix", density=10) for p in several]
+    unwindowed = [p for p in few if not p.windowed]
+    several = [p for p in unwindowed if p.seqlen_q > 1]
+    made += [replace(p, masked_by="prefix", density=10) for p in several]
+    blocks = {"masked_by": "blocks", "density": 10, "mask_block_k": 128}
+    return made + [replace(p, **blocks) for p in unwindowed if p.pages != CHOSEN]
 
 
 def variants(family: Family) -> dict[str, Variant]:

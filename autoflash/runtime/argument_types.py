@@ -63,6 +63,7 @@ KINDS: dict[str, dict[str, Kind]] = {
         **dict.fromkeys(("lengths", "pages"), TEXT),
         **SCALED_KINDS,
         **MODIFIER_KINDS,
+        "block_mask": ANYTHING,
         **dict.fromkeys(("document_ids", "prefix_lens"), TENSOR_OR_NONE),
         **dict.fromkeys(("mask", "density"), ANYTHING),
         "page_positions": TENSOR_OR_NONE,

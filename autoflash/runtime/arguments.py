@@ -247,6 +247,12 @@ def cached_sizes(
     return kv_heads, page_size, capacity
 
 
+def keys_held(k_cache: torch.Tensor, block_table: torch.Tensor | None, kv_layout: str) -> int:
+    """How many keys of a sequence a cache that was checked can hold."""
+    tokens = k_cache.shape[1 if kv_layout == "nhd" else 2]
+    return tokens if block_table is None else tokens * block_table.shape[1]
+
+
 def most_keys(function: str, max_seqlen_k: int | None, capacity: int) -> int:
     """`max_seqlen_k`, or the cache's capacity. Raises ProblemError for more than that."""
     if max_seqlen_k is None:

@@ -14,6 +14,7 @@ from .arguments import (
     check_cache_entries,
     check_output,
     decode_problem,
+    keys_held,
     prefill_problem,
     refuse_arguments,
     scale_or_default,
@@ -23,7 +24,7 @@ from .dropping import drawn_rng
 from .installed import tally_for
 from .launch import interpreted
 from .masked import prefill_masked, with_masks
-from .masks import Masks, any_given
+from .masks import Masks, any_given, block_lists, check_lists
 from .modifiers import NO_MODIFIERS, Modifiers, decode_plan, modifiers_of, prefill_plan
 from .no_queries import attended_by_none
 from .operators import decode_traced, prefill_traced
@@ -42,7 +43,7 @@ RECALLED_PREFILL = ("q", "k", "v", "out", "lse", "alibi_slopes", "bias", "sinks"
 RECALLED_DECODE = (
     *("cache_seqlens", "block_table", "out", "lse"),
     *("alibi_slopes", "bias", "sinks", "page_positions"),
-    *("document_ids", "prefix_lens"),  # if either is given
+    *("document_ids", "prefix_lens"),  # if either is given; no call with blocks is recalled
 )
 
 
@@ -228,6 +229,7 @@ def decode(
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    block_mask: Any = None,
     document_ids: torch.Tensor | None = None,
     prefix_lens: torch.Tensor | None = None,
     mask: str | None = None,
@@ -254,9 +256,12 @@ def decode(
     `window`, `softcap`, `alibi_slopes`, `bias`, `sinks`, `mask`, `document_ids`, `prefix_lens` and
     `density` are as in prefill(), q_idx of a rule counting the step's query tokens, kv_idx all keys
     of a sequence; keys before the windows of all its queries are not read, nor those of documents
-    whose ids lie apart from theirs. A bias broadcasts to (batch, num_heads, seqlen_q, keys), and
-    ids are (batch, keys), of as many keys as the cache, or the table's pages, can hold, anything
-    past a length; with `page_positions` of as many as the longest sequence has, or more.
+    whose ids lie apart from theirs. A `block_mask` has one row of blocks, of the step's queries,
+    and lists blocks of a sequence's keys by their place in it, in whatever pages they lie, those
+    past a length in vain; a block that no query head of a KV head lists is not read. A bias
+    broadcasts to (batch, num_heads, seqlen_q, keys), and ids are (batch, keys), of as many keys as
+    the cache, or the table's pages, can hold, anything past a length; with `page_positions` of as
+    many as the longest sequence has, or more.
     With `page_positions`, whole numbers as the `block_table`, some pages of each sequence are read:
     each entry tells which page of its sequence, counted from 0, stands there in the table, a
     negative one that none does; no page may stand there twice. Of latent attention k_cache has one
@@ -271,8 +276,9 @@ def decode(
     """
     values = (
         *(q, k_cache, v_cache, cache_seqlens, block_table, kv_layout, max_seqlen_k, lengths, pages),
-        *(window, softmax_scale, softcap, alibi_slopes, bias, sinks, document_ids, prefix_lens),
-        *(mask, density, page_positions, k_scale, v_scale, out, return_lse, batch_invariant, check),
+        *(window, softmax_scale, softcap, alibi_slopes, bias, sinks, block_mask, document_ids),
+        *(prefix_lens, mask, density, page_positions, k_scale, v_scale, out, return_lse),
+        *(batch_invariant, check),
     )
     if not is_dynamo_compiling():
         result = recalled["decode"].launch(values)
@@ -287,13 +293,13 @@ def decode(
         refuse_arguments("decode: in a graph", ("batch_invariant",), (batch_invariant or None,))
         read = (q, k_cache, v_cache, cache_seqlens, block_table, (k_scale, v_scale), kv_layout)
         modified = (alibi_slopes, bias, sinks, page_positions, *window, softcap)
-        masks = (document_ids, prefix_lens, mask, density)
+        masks = (block_mask, document_ids, prefix_lens, mask, density)
         return decode_traced(*read, hints, modified, masks, softmax_scale, check, out, return_lse)
     kv_layout = identified_layout("decode", kv_layout, k_cache, block_table is not None)
     on = (alibi_slopes, bias, sinks, page_positions)
-    masks = ()
-    if document_ids is not None or prefix_lens is not None:
-        masks = (document_ids, prefix_lens)
+    lists = None if block_mask is None else block_lists("decode", block_mask)
+    masks = () if document_ids is None and prefix_lens is None else (document_ids, prefix_lens)
+    masks += () if lists is None else lists.tensors
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on, *masks)
     key = (
         *("decode", kv_layout, *hints, return_lse, softmax_scale, softcap, *window, mask, density),
@@ -301,6 +307,7 @@ def decode(
         *(scale_number(k_scale), scale_number(v_scale)),
         *(v_cache is None, block_table is None, k_scale is None, v_scale is None, out is None),
         *(alibi_slopes is None, bias is None, sinks is None, page_positions is None),
+        None if lists is None else (lists.BLOCK_SIZE, lists.rule),
     )
     form = (key, *map(form_of, given))
     served = served_before(form)
@@ -314,7 +321,7 @@ def decode(
     else:
         modifiers = Modifiers(window, softcap, *on[:3], page_positions=page_positions, mask=mask)
         modifiers = modifiers._replace(
-            document_ids=document_ids, prefix_lens=prefix_lens, density=density
+            block_mask=lists, document_ids=document_ids, prefix_lens=prefix_lens, density=density
         )
         read = (q, k_cache, v_cache, cache_seqlens, block_table)
         problem = decode_problem(*read, kv_layout, *hints, k_scale, v_scale, modifiers)
@@ -323,6 +330,8 @@ def decode(
     if check:
         of_keys = (page_positions, bias, document_ids)
         check_cache_entries(problem, k_cache, cache_seqlens, block_table, *of_keys)
+        if lists is not None:
+            check_lists(problem, lists, keys_held(k_cache, block_table, kv_layout))
     scales = [
         scale_form(each, problem.kv_scales, problem.batch, problem.num_kv_heads)
         for each in (k_scale, v_scale)
@@ -334,7 +343,7 @@ def decode(
     if served is not None:
         tensors += (*on, *masks)
         launch_again(served, tensors)
-        if not check:
+        if not check and lists is None:
             names = ("q", "k_cache", "v_cache", *("k_scale", "v_scale")[: len(scales)])
             recall = (decode, values, (*names, *RECALLED_DECODE), (out, lse))
             remember_served(form, served, tensors, *recall)
@@ -347,6 +356,8 @@ def decode(
         first = (tally.choice.module, problem, modifiers)
         make_plan = partial(decode_plan, *first, *tensors, *rest)
         on = (modifiers.alibi_slopes, modifiers.bias, sinks, page_positions)
+        if modifiers.block_mask is not None:
+            masks = modifiers.block_mask.tensors
         launch_first(form, tally, (*tensors, *on, *masks), make_plan)
     if add_query_axis:
         out = out.squeeze(1) if own_out is None else own_out

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .problem import Problem
-from .validity import DECODE_GROUP_BATCH
+from .validity import DECODE_GROUP_BATCH, blocks_end_inside
 
 
 def decode_latent_unsupported(problem: Problem, gpu: Any) -> str | None:
@@ -44,19 +44,21 @@ def decode_latent_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: An
     """A bound of the shared memory a program takes, found from what triton 3.6 compiles.
 
     Products of whole warp groups read every stage there. Others hold one buffer less than stages,
-    and pass p through it; AMD keeps q in registers. A tile of a bias changes hands.
+    and pass p through it; AMD keeps q in registers. A tile of a bias changes hands, and so does how
+    keys are seen where blocks of a mask end inside of tiles.
     """
     block_m, block_n, stages = knobs["BLOCK_M"], knobs["BLOCK_N"], knobs["num_stages"]
     tile = block_n * problem.head_dim * problem.dtype_bytes
     q_tile = block_m * problem.head_dim * problem.dtype_bytes
     result = 4 * block_m * problem.head_dim_v  # fp32 rows change hands to be stored
     passed = block_m * block_n * problem.dtype_bytes
+    states = 2 * block_m * block_n * blocks_end_inside(problem, knobs)
     if block_m >= 64 and 90 <= gpu.capability < 120:
         beside = result if gpu.capability >= 100 else 0  # it goes to tensor memory and comes back
-        beside += passed * problem.bias
+        beside += passed * problem.bias + states
         return q_tile + stages * tile + beside + 1024
     held = 0 if gpu.vendor == "amd" else q_tile
-    return max(held + max(1, stages - 1) * tile + passed, result) + 1024
+    return max(held + max(1, stages - 1) * tile + passed + states, result) + 1024
 
 
 # (BLOCK_M, BLOCK_N, num_warps, num_stages), best first: the first that is valid serves. Compiled

@@ -19,7 +19,7 @@ def with_masks(
     given: Modifiers, block_mask: Any, *others: torch.Tensor | str | int | None
 ) -> Modifiers:
     """The modifiers with masks too. Raises ProblemError for a `block_mask` that is none."""
-    lists = None if block_mask is None else block_lists(block_mask)
+    lists = None if block_mask is None else block_lists("prefill", block_mask)
     return given._replace(**dict(zip(Masks._fields, (lists, *others), strict=True)))
 
 
@@ -56,7 +56,7 @@ def prefill_masked(
     if out is not None:
         check_output("prefill", out, q, problem.head_dim_v)
     if check and given.block_mask is not None:
-        check_lists(problem, given.block_mask)
+        check_lists(problem, given.block_mask, problem.seqlen_k)
     scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
     tally, device = tally_for(problem, q)
     out, lse = outputs_of(q, problem, out, return_lse)

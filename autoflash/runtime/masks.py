@@ -64,12 +64,12 @@ class Masks(NamedTuple):
     density: int | None = None
 
 
-def block_lists(block_mask: Any) -> BlockLists:
+def block_lists(function: str, block_mask: Any) -> BlockLists:
     """What of a BlockMask is used. Raises ProblemError for what is none."""
     try:
         lists = BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields[:6]))
     except AttributeError as error:
-        raise ProblemError(f"prefill: block_mask is no BlockMask: {error}") from None
+        raise ProblemError(f"{function}: block_mask is no BlockMask: {error}") from None
     return lists._replace(queries=query_lists(block_mask))
 
 
@@ -97,11 +97,19 @@ FLAT_MASKS = (  # as operators take them
 
 def flat_masks(causal: bool, block_mask: Any, *others: Any) -> tuple[Any, ...]:
     """The values of FLAT_MASKS. Raises ProblemError for a `block_mask` that is none."""
+    return (*flat_blocks("prefill", block_mask, causal or others[2] is not None), *others)
+
+
+def flat_blocks(function: str, block_mask: Any, told: bool) -> tuple[Any, ...]:
+    """The values of the first six of FLAT_MASKS. Raises ProblemError as flat_masks() does.
+
+    `told` says that a rule of the mask is given in another way too.
+    """
     if block_mask is None:
-        return (None, None, None, None, 0, 0, *others)
-    lists = block_lists(block_mask)
-    _refuse_a_rule_of_torch(lists, causal or others[2] is not None)
-    return (*lists.tensors, *lists.BLOCK_SIZE, *others)
+        return (None, None, None, None, 0, 0)
+    lists = block_lists(function, block_mask)
+    _refuse_a_rule_of_torch(function, lists, told)
+    return (*lists.tensors, *lists.BLOCK_SIZE)
 
 
 def mask_fields(
@@ -135,8 +143,9 @@ def mask_fields(
     if prefix_lens is not None:
         _expect_ints(function, "prefix_lens", prefix_lens, q, ((batch,),))
     if block_mask is not None:
-        _check_lists(block_mask, q, batch, num_heads, seqlen_q)
-        _refuse_a_rule_of_torch(block_mask, causal or mask is not None)
+        _check_lists(function, block_mask, q, batch, num_heads, seqlen_q)
+        told = mask is not None or (causal and function != "decode")  # which is causal unasked
+        _refuse_a_rule_of_torch(function, block_mask, told)
         fields |= dict(zip(("mask_block_q", "mask_block_k"), block_mask.BLOCK_SIZE, strict=True))
     return fields
 
@@ -166,9 +175,9 @@ def expanded_lists(problem: Problem, lists: BlockLists) -> BlockLists:
     return whole._replace(queries=QueryLists(*of_heads(*lists.queries)))
 
 
-def check_lists(problem: Problem, lists: BlockLists) -> None:
-    """Raise ProblemError for a block that there is not. Waits for the device."""
-    blocks = -(-problem.seqlen_k // problem.mask_block_k)
+def check_lists(problem: Problem, lists: BlockLists, keys: int) -> None:
+    """Raise ProblemError for a block that there is not among so many keys. Waits for the device."""
+    blocks = -(-keys // problem.mask_block_k)
     for counts, indices, name in (
         (lists.kv_num_blocks, lists.kv_indices, "kv_indices"),
         (lists.full_kv_num_blocks, lists.full_kv_indices, "full_kv_indices"),
@@ -179,45 +188,52 @@ def check_lists(problem: Problem, lists: BlockLists) -> None:
         bad = used & ((indices < 0) | (indices >= blocks))
         wrong = int(counts.max()) if counts.numel() else 0
         if wrong > indices.shape[3] or bool((counts < 0).any()):
-            raise ProblemError(f"prefill: block_mask counts {wrong} of {indices.shape[3]} {name}")
+            of = f"{wrong} of {indices.shape[3]} {name}"
+            raise ProblemError(f"{problem.op}: block_mask counts {of}")
         if bool(bad.any()):
             place = bad.nonzero()[0].tolist()
             value = int(indices[tuple(place)])
             raise ProblemError(
-                f"prefill: {name}{place} is {value}, there are blocks 0..{blocks - 1}"
+                f"{problem.op}: {name}{place} is {value}, there are blocks 0..{blocks - 1}"
             )
 
 
-def _refuse_a_rule_of_torch(lists: BlockLists, told: bool) -> None:
+def _refuse_a_rule_of_torch(function: str, lists: BlockLists, told: bool) -> None:
     """Raise ProblemError for a mask_mod unless its rule is `told` in another way too."""
     if lists.rule and not told:
+        instead = "or as causal"
+        if function == "decode":
+            instead = "or, where it is no more than causal, give a block_mask without one"
         raise ProblemError(
-            f"prefill: block_mask has the mask_mod {lists.rule}, which no kernel can call: give it"
-            " as mask, an expression, or as causal"
+            f"{function}: block_mask has the mask_mod {lists.rule}, which no kernel can call: give"
+            f" it as mask, an expression, {instead}"
         )
 
 
 def _check_lists(
-    lists: BlockLists, q: torch.Tensor, batch: int, num_heads: int, seqlen_q: int
+    function: str, lists: BlockLists, q: torch.Tensor, batch: int, num_heads: int, seqlen_q: int
 ) -> None:
     sizes = lists.BLOCK_SIZE
     numbers = isinstance(sizes, tuple) and all(type(size) is int and size > 0 for size in sizes)
     if not numbers or len(sizes) != 2:
-        raise ProblemError(f"prefill: block_mask has the BLOCK_SIZE {sizes!r}")
+        raise ProblemError(f"{function}: block_mask has the BLOCK_SIZE {sizes!r}")
+    if function == "decode" and sizes[0] < seqlen_q:
+        told = f"the {seqlen_q} query tokens of a step are of one"
+        raise ProblemError(f"decode: block_mask has blocks of {sizes[0]} queries, {told}")
     rows = -(-seqlen_q // sizes[0])
     if (lists.full_kv_num_blocks is None) != (lists.full_kv_indices is None):
-        raise ProblemError("prefill: block_mask has only one of both lists of full blocks")
+        raise ProblemError(f"{function}: block_mask has only one of both lists of full blocks")
     for name, tensor in zip(BlockLists._fields[:4], lists[:4]):
         if tensor is None:
             continue
         columns = (tensor.shape[3],) if name.endswith("indices") and tensor.dim() == 4 else ()
         allowed = [(b, h, rows, *columns) for b in {1, batch} for h in {1, num_heads}]
-        _expect_ints("prefill", f"block_mask's {name}", tensor, q, tuple(sorted(allowed)))
+        _expect_ints(function, f"block_mask's {name}", tensor, q, tuple(sorted(allowed)))
         if not tensor.is_contiguous():
-            raise ProblemError(f"prefill: block_mask's {name} must be contiguous")
+            raise ProblemError(f"{function}: block_mask's {name} must be contiguous")
     shapes = [tuple(each.shape) for each in lists[:4] if each is not None]
     if len({shape[:3] for shape in shapes}) > 1 or len(set(shapes)) > 2:
-        raise ProblemError(f"prefill: block_mask's lists are of different shapes: {shapes}")
+        raise ProblemError(f"{function}: block_mask's lists are of different shapes: {shapes}")
 
 
 def _expect_ints(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .installed import installed
-from .masks import FLAT_MASKS, QueryLists, any_given, flat_masks, query_lists
+from .masks import FLAT_MASKS, QueryLists, any_given, flat_blocks, flat_masks, query_lists
 from .problem import LATENT_WIDTHS, ProblemError
 from .scales import Scale, scale_number
 from .schemas import (
@@ -161,7 +161,7 @@ def decode_traced(
     """decode() of a graph that torch.compile makes.
 
     `hints` are max_seqlen_k, lengths and pages, `modified` slopes, bias, sinks, positions of pages,
-    both sides of the window and the softcap, `masks` what decode() takes from document_ids to
+    both sides of the window and the softcap, `masks` what decode() takes from block_mask to
     density.
     """
     _refuse_traced_gradients("decode", q, k_cache, v_cache, *modified[:3])
@@ -173,8 +173,9 @@ def decode_traced(
     )
     read = (q, k_cache, v_cache, cache_seqlens)
     if any_given(masks):
-        ids, prefix, mask, density = masks
-        options = (mask, ids, prefix, density, *options)
+        block_mask, ids, prefix, mask, density = masks
+        blocks = flat_blocks("decode", block_mask, mask is not None)
+        options = (mask, ids, prefix, density, *blocks, *options)
         return _called("decode_masked", read, options, out, return_lse)
     return _called("decode", read, options, out, return_lse)
 
@@ -305,8 +306,12 @@ def _kernels(
         )
 
     def run_decode_masked(*given: Any, out: Any = None) -> Any:
-        options = _with_scales(_with_window(dict(zip(STEP_MASKS_LEFT_OUT, given[4:]))))
-        return decode(*given[:4], out=out, return_lse=True, **options)
+        told = STEP_MASKS_LEFT_OUT | dict(zip(STEP_MASKS_LEFT_OUT, given[4:]))
+        options = _with_scales(_with_window(told))
+        blocks = blocks_given(options)
+        for name in FLAT_MASKS[:6]:
+            del options[name]
+        return decode(*given[:4], block_mask=blocks, out=out, return_lse=True, **options)
 
     def run_append(*tensors: Any) -> None:
         append_kv(*tensors[:5], **_with_scales(dict(zip(APPEND_LEFT_OUT, tensors[5:]))))

@@ -18,6 +18,7 @@ PAGES = ("permuted", "contiguous", "shared", CHOSEN)
 KV_SCALES = ("tensor", "head", "token")
 MODIFIERS = ("softcap", "alibi", "bias", "sinks", "dropout")
 MASKED_BY = ("blocks", "documents", "prefix")
+STEP_BLOCK_Q = 128  # stored of blocks in decode, whose query tokens are all of one block
 UNTOLD_DENSITY = 10  # percent, where the caller gives none: reading it would wait for the device
 LATENT_WIDTHS = 576, 512  # of keys, and of values, which are the keys' first channels
 NONE = "none"  # the pages of a cache without any, scales of one that is not quantised, masks
@@ -51,8 +52,8 @@ class Problem:
     with `window_right` -1. `softcap`, `alibi`, `bias`, `sinks` and `dropout` say that there is such
     a thing; its values are arguments. `dropout` is of training: not of decode.
 
-    `masked_by` says what else a mask is made of: "blocks", of a prefill, an index of blocks of
-    `mask_block_q` queries and `mask_block_k` keys, those that are there, some of them whole;
+    `masked_by` says what else a mask is made of: "blocks", an index of blocks of `mask_block_q`
+    queries and `mask_block_k` keys, those that are there, some of them whole;
     "documents", an id for each token, of one of which a query and the keys it sees are; or
     "prefix", first keys of each sequence that all its queries see: of one query token in decode,
     which sees all keys, it is nothing. `density` is how many percent of the blocks there are, of
@@ -118,6 +119,7 @@ class Problem:
         if self.op == "decode":
             fill(self, "causal", True)
             fill(self, "layout", "bshd")
+            fill(self, "mask_block_q", STEP_BLOCK_Q if self.masked_by == "blocks" else 0)
         elif not self.paged:
             fill(self, "kv_layout", "nhd")
         fill(self, "masked_by", self.masked_by or NONE)
@@ -277,9 +279,9 @@ def problem_error(p: Problem) -> str | None:
 
 def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
-    if p.masked_by == "blocks" and p.op == "decode":
-        return "blocks: decode takes documents, prefixes and rules of such masks"
-    if p.masked_by == "blocks" and (p.varlen or p.paged):
+    if p.masked_by == "blocks" and p.pages == CHOSEN:
+        return "blocks and chosen pages exclude each other: both say which keys are read"
+    if p.masked_by == "blocks" and p.op != "decode" and (p.varlen or p.paged):
         which = "of packed sequences" if p.varlen else "over pages"
         return f"blocks: prefill {which} takes documents, prefixes and rules of such masks"
     if p.masked_by in ("blocks", "prefix") and p.windowed:

@@ -34,7 +34,9 @@ DECODE_OPTIONS = (
     " Tensor? page_positions=None, str lengths='ragged', str pages='permuted', bool check=False"
 )
 STEP_MASK_OPTIONS = (  # those of decode, likewise
-    "str? mask=None, Tensor? document_ids=None, Tensor? prefix_lens=None, SymInt? density=None"
+    "str? mask=None, Tensor? document_ids=None, Tensor? prefix_lens=None, SymInt? density=None,"
+    " Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None,"
+    " Tensor? full_kv_indices=None, SymInt mask_block_q=0, SymInt mask_block_k=0"
 )
 APPEND_OPTIONS = (
     "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, float? k_number=None,"

@@ -89,7 +89,7 @@ def blocks_given(given: Mapping[str, Any]) -> BlockLists | None:
         return None
     lists = (given[name] for name in BlockLists._fields[:4])
     sizes = (given["mask_block_q"], given["mask_block_k"])
-    queries = QueryLists(*(given[name] for name in QueryLists._fields))
+    queries = QueryLists(*(given.get(name) for name in QueryLists._fields))
     return BlockLists(*lists, BLOCK_SIZE=sizes, queries=queries)
 
 

@@ -186,17 +186,25 @@ def decode_ring_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> i
 def decode_smem_bytes(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> int:
     """A bound of the shared memory that a program takes: never less than what is compiled.
 
-    A tile of a bias changes hands to lie as scores do; one of fp32 is fetched ahead as well.
+    A tile of a bias changes hands to lie as scores do; one of fp32 is fetched ahead as well. How
+    keys are seen changes hands where blocks of a mask end inside of tiles.
     """
     block_m, block_d = decode_block_m(problem), decode_block_d(problem)
     q_and_p = block_m * (block_d + knobs["BLOCK_N"]) * problem.dtype_bytes
     if problem.bias:
         ahead = max(1, knobs["num_stages"] - 1) if problem.dtype == "fp32" else 1
         q_and_p += block_m * knobs["BLOCK_N"] * problem.dtype_bytes * ahead
+    if blocks_end_inside(problem, knobs):
+        q_and_p += 2 * block_m * knobs["BLOCK_N"]
     result = 4 * block_m * block_d  # fp32 rows change hands between threads to be stored
     if problem.quantised and _decode_warp_group(problem, knobs, gpu):
         q_and_p += 2 * knobs["BLOCK_N"] * block_d * problem.dtype_bytes  # widened, and put back
     return max(decode_ring_bytes(problem, knobs, gpu) + q_and_p, result) + 1024
+
+
+def blocks_end_inside(problem: Problem, knobs: Mapping[str, Any]) -> bool:
+    """Whether a tile of keys of a decode may lie in several of a mask's blocks."""
+    return problem.masked_by == "blocks" and problem.mask_block_k % knobs["BLOCK_N"] != 0
 
 
 def _decode_warp_group(problem: Problem, knobs: Mapping[str, Any], gpu: Any) -> bool:

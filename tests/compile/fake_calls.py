@@ -91,6 +91,17 @@ def decode_with_prefixes(module):
     return decode(module, 3, prefix_lens=torch.tensor([899, 9], dtype=torch.int32))
 
 
+def decode_with_blocks(module):
+    shape = (2, 4, 1)
+    counts, indices = torch.ones(shape).int(), torch.zeros(*shape, 32).int()
+    given = {"kv_num_blocks": counts, "kv_indices": indices}
+    given |= {"full_kv_num_blocks": counts.clone(), "full_kv_indices": indices + 1}
+    lists = module.BlockLists(**given, BLOCK_SIZE=(128, 128))
+    tensors = decode(module, 2, block_mask=lists, sinks=normal(4))
+    del tensors["block_mask"]
+    return {**tensors, **given}
+
+
 def append(module):
     caches = {name: torch.zeros(3, 4, 2, 32, dtype=torch.float8_e4m3fn) for name in ("k_c", "v_c")}
     tensors = {"k": normal(2, 2, 32), "v": normal(2, 2, 32), **caches, "slots": torch.arange(2)}

@@ -142,6 +142,7 @@ def test_the_bound_of_shared_memory_holds_with_a_bias(case: tuple) -> None:
 
 
 DOCUMENTS = {"masked_by": "documents", "density": 10}
+BLOCKS = {"masked_by": "blocks", "density": 10, "mask_block_k": 64}
 # (arch, dtype, head_dim, seqlen_q of eight heads, knobs)
 MASKED = [
     ("sm_80", "bf16", 128, 1, "split", 0, 32, 2, 4),
@@ -160,13 +161,29 @@ def test_the_bound_of_shared_memory_holds_with_documents(case: tuple) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", MASKED, ids=str)
+@pytest.mark.parametrize("block_k", [48, 128])
+def test_the_bound_of_shared_memory_holds_with_blocks_of_any_size(
+    block_k: int, case: tuple
+) -> None:
+    arch, dtype, head_dim, seqlen_q, *values = case
+    masked = {**BLOCKS, "mask_block_k": block_k}
+    p = problem(dtype, head_dim, seqlen_q=seqlen_q, **masked)
+    check_bound(TARGETS[arch], p, config(arch, *values))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [DOCUMENTS, BLOCKS], ids=lambda fields: fields["masked_by"])
 @pytest.mark.parametrize(("swap", "seqlen_q"), [(1, 1), (1, 4), (0, 4)])
-def test_ids_that_tell_what_is_read_leave_as_many_tiles_in_flight(swap: int, seqlen_q: int) -> None:
-    """A tile's ids are there when its keys are asked for: else one buffer less is compiled."""
+def test_what_tells_which_keys_are_read_leaves_as_many_tiles_in_flight(
+    swap: int, seqlen_q: int, masked: dict
+) -> None:
+    """It is there when a tile's keys are asked for: else one buffer less is compiled, or none."""
     chosen = config("sm_90", "split", swap, 64, 4, 3)
-    p = Problem("decode", "bf16", 8, 32, 8, 128, seqlen_q, 512, page_size=16, **DOCUMENTS)
+    p = Problem("decode", "bf16", 8, 32, 8, 128, seqlen_q, 512, page_size=16, **masked)
     masked = compile_candidate(p, chosen, TARGETS["sm_90"])
-    plain = compile_candidate(replace(p, masked_by="", density=0), chosen, TARGETS["sm_90"])
+    p = replace(p, masked_by="", density=0, mask_block_q=0, mask_block_k=0)
+    plain = compile_candidate(p, chosen, TARGETS["sm_90"])
     assert masked.smem_bytes == plain.smem_bytes and masked.spill_bytes == 0
 
 

@@ -99,6 +99,11 @@ GOLDEN_VARIANTS = (
         **dict.fromkeys(("documents", "modified", "paged", "queries", "quantised"), True),
     ),
     Variant("decode_latent", "decode", documents=True, modified=True, queries=True),
+    Variant("decode", "decode", blocks=True, modified=True),
+    Variant("decode", "decode", blocks=True, modified=True, paged=True, queries=True, mask=RULE),
+    Variant("decode", "decode", blocks=True, modified=True, paged=True, quantised=True),
+    Variant("decode_last", "decode", bias=True, blocks=True, modified=True, paged=True),
+    Variant("decode_latent", "decode", blocks=True, modified=True, queries=True),
     Variant("decode_last", "decode", bias=True, modified=True, paged=True),
     Variant("decode_last", "decode", modified=True, paged=True, mask=RULE),
     Variant("decode_last", "decode", modified=True, paged=True),
@@ -162,6 +167,10 @@ def masks_of(variant: Variant) -> dict:
     return {"mask": variant.mask, "masked_by": masked_by, **fields}
 
 
+def takes_a_window(variant: Variant) -> bool:
+    return variant.modified and not (variant.prefix or variant.blocks)
+
+
 def problem_of(variant: Variant, **changes) -> Problem:
     fields = {
         "op": variant.op,
@@ -178,7 +187,7 @@ def problem_of(variant: Variant, **changes) -> Problem:
         "kv_dtype": "fp8_e4m3" if variant.quantised else "",
         "kv_scales": "token" if variant.token_scales else "",
         "head_dim_v": 64 if variant.head_dim_v else 0,
-        "window_left": 100 if variant.window or (variant.modified and not variant.prefix) else -1,
+        "window_left": 100 if variant.window or takes_a_window(variant) else -1,
         **{modifier: getattr(variant, modifier) for modifier in MODIFIERS},
         **dict.fromkeys(("softcap", "sinks") if variant.modified else (), True),
         **dict.fromkeys(("alibi",) if variant.modified and not variant.bias else (), True),

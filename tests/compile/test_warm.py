@@ -115,6 +115,7 @@ def test_the_plans_of_chunks_modified_steps_and_backward_masks_are_those_that_we
         decode_of(masked_by="documents", density=10, page_size=16, seqlen_k=500),
         decode_of(masked_by="documents", density=10, seqlen_q=3, window_left=100, sinks=True),
         decode_of(masked_by="prefix", density=10, seqlen_q=3, kv_dtype="int8", kv_scales="head"),
+        decode_of(masked_by="blocks", density=10, mask_block_k=64, page_size=16, seqlen_k=500),
         backward_of(mask="kv_idx % 4 < h"),
         backward_of(masked_by="prefix", density=10),
         backward_of(masked_by="documents", density=10),

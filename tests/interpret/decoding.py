@@ -10,7 +10,7 @@ from running import run
 from autoflash import gpu as gpus
 from autoflash.accuracy import Budget
 from autoflash.config import Config
-from autoflash.inputs import Inputs
+from autoflash.inputs import Inputs, make_inputs
 from autoflash.problem import Problem
 
 H200 = gpus.known("NVIDIA_H200")
@@ -36,6 +36,8 @@ every_config = pytest.mark.parametrize(
     [config(schedule, swap) for schedule in ("split", "group") for swap in (0, 1)],
     ids=["split", "split-swapped", "group", "group-swapped"],
 )
+# whose last program merges
+LAST = Config.of("decode_last", {k: v for k, v in config("group").knobs if k != "COMBINE_WARPS"})
 each_choice = pytest.mark.parametrize(  # each schedule once, each product once
     "config", [config("split", 0), config("group", 1)], ids=["split", "group-swapped"]
 )
@@ -99,3 +101,30 @@ def gathered(paged: Inputs) -> Inputs:
         k[b, : k_b.shape[1]] = k_b.transpose(0, 1)
         v[b, : v_b.shape[1]] = v_b.transpose(0, 1)
     return Inputs(p, paged.q, k, v, paged.cache_seqlens, None)
+
+
+def step(
+    lengths: list[int], num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0, **fields: Any
+) -> Inputs:
+    return make_inputs(
+        problem(len(lengths), num_heads, num_kv_heads, **fields), seed, lengths=lengths
+    )
+
+
+def counting(inputs: Inputs) -> Inputs:
+    """With K = 0, `lse` is the logarithm of how many keys are seen; V = [1, j] tells which."""
+    k, v = inputs.k * 0, inputs.v * 0
+    v[..., 0], v[..., 1] = 1.0, torch.arange(v.shape[1], dtype=v.dtype)[:, None]
+    return replace(inputs, k=k.nan_to_num(), v=v)
+
+
+def expect_seen(inputs: Inputs, config: Config, seen: Any) -> None:
+    """`seen(b, i, h)` are the keys that query token i of sequence b and head h sees."""
+    out, lse = decode(counting(inputs), config, splits=3)
+    p = inputs.problem
+    for b in range(p.batch):
+        for i in range(p.seqlen_q):
+            for h in range(p.num_heads):
+                keys = seen(b, i, h)
+                assert round(float(lse[b, h, i].exp())) == len(keys)
+                assert round(float(out[b, i, h, 1]) * len(keys)) == sum(keys)

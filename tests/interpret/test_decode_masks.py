@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import check, config, decode, each_choice, every_config, problem, same_bits
+from decoding import (
+    LAST,
+    check,
+    config,
+    decode,
+    each_choice,
+    every_config,
+    expect_seen,
+    problem,
+    same_bits,
+    step,
+)
 from making import decode_of, winner_of
 
 from autoflash.accuracy import Budget
@@ -15,7 +26,6 @@ from autoflash.export import export
 from autoflash.inputs import Inputs, make_inputs
 from autoflash.subjects import exported_module
 
-LAST = Config.of("decode_last", {k: v for k, v in config("group").knobs if k != "COMBINE_WARPS"})
 DOCUMENTS: dict[str, Any] = {"masked_by": "documents", "density": 30}
 PREFIX: dict[str, Any] = {"masked_by": "prefix", "density": 30, "seqlen_q": 4}
 EDGES = [100, 0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65]  # of pages of 16 and of tiles of 32
@@ -26,33 +36,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:divide by zero encountered"),
 ]
-
-
-def step(
-    lengths: list[int], num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0, **fields: Any
-) -> Inputs:
-    return make_inputs(
-        problem(len(lengths), num_heads, num_kv_heads, **fields), seed, lengths=lengths
-    )
-
-
-def counting(inputs: Inputs) -> Inputs:
-    """With K = 0, `lse` is the logarithm of how many keys are seen; V = [1, j] tells which."""
-    k, v = inputs.k * 0, inputs.v * 0
-    v[..., 0], v[..., 1] = 1.0, torch.arange(v.shape[1], dtype=v.dtype)[:, None]
-    return replace(inputs, k=k.nan_to_num(), v=v)
-
-
-def expect_seen(inputs: Inputs, config: Config, seen: Any) -> None:
-    """`seen(b, i)` are the keys that query token i of sequence b sees, as Python has them."""
-    out, lse = decode(counting(inputs), config, splits=3)
-    p = inputs.problem
-    for b in range(p.batch):
-        for i in range(p.seqlen_q):
-            keys = seen(b, i)
-            for h in range(p.num_heads):
-                assert round(float(lse[b, h, i].exp())) == len(keys)
-                assert round(float(out[b, i, h, 1]) * len(keys)) == sum(keys)
 
 
 @every_config
@@ -119,7 +102,9 @@ def test_ids_may_be_any_numbers_in_any_order(config: Config) -> None:
         ids = torch.randint(-3, 3, (3, width), generator=generator).int() * (2**31 // 3)
         check(replace(inputs, document_ids=ids), config, splits=3)
 
-        def seen(b: int, i: int, ids: torch.Tensor = ids, queries: int = seqlen_q) -> list[int]:
+        def seen(
+            b: int, i: int, _: int, ids: torch.Tensor = ids, queries: int = seqlen_q
+        ) -> list[int]:
             place = lengths[b] - queries + i
             return [j for j in range(place + 1) if ids[b, j] == ids[b, place]]
 
@@ -133,7 +118,7 @@ def test_a_prefix_is_seen_by_all_query_tokens_and_ends_with_its_sequence(config:
     for prefix in ([98, 33, 10**9, 0], [100, 31, 62, 5], [-5, 29, -(2**31), 10]):
         told = torch.tensor(prefix, dtype=torch.int32)
 
-        def seen(b: int, i: int, prefix: list[int] = prefix) -> list[int]:
+        def seen(b: int, i: int, _: int, prefix: list[int] = prefix) -> list[int]:
             place = lengths[b] - 4 + i
             return [j for j in range(lengths[b]) if j <= place or j < prefix[b]]
 

@@ -12,6 +12,7 @@ from autoflash.runtime.arguments import (
     scale_or_default,
 )
 from autoflash.runtime.dispatch import PREFILL_OTHERS, prefill
+from autoflash.runtime.masks import BlockLists
 from autoflash.runtime.match import MATCH_RULES
 from autoflash.runtime.modifiers import Modifiers
 from autoflash.runtime.problem import Problem, ProblemError
@@ -212,6 +213,36 @@ def test_a_prefix_of_one_query_token_is_nothing_but_is_looked_at():
         masked_step(1, prefix_lens=prefix[:1])
     with pytest.raises(ProblemError, match="prefix and a window exclude each other"):
         masked_step(1, prefix_lens=prefix, window=(4, 0))
+
+
+def step_lists(batch=1, heads=1, size=(128, 16), mask_mod=None):
+    """The first of three blocks for all tokens of a step."""
+    counts, indices = torch.ones(batch, heads, 1).int(), torch.zeros(batch, heads, 1, 3).int()
+    return BlockLists(counts, indices, None, None, size, mask_mod=mask_mod)
+
+
+def test_blocks_of_a_step_are_of_its_query_tokens_and_of_keys_by_their_place():
+    def rule(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    p = masked_step(block_mask=step_lists())
+    assert (p.masked_by, p.density, p.mask_block_k) == ("blocks", 10, 16)
+    assert p.switches == ("blocks", "paged", "queries")
+    for lists in (step_lists(3, 4), step_lists(1, 4), step_lists(3, 1, (3, 16))):
+        assert masked_step(block_mask=lists) == p
+    told = masked_step(block_mask=step_lists(mask_mod=rule), mask="h > 1", density=4)
+    assert (told.masks, told.density) == (("blocks", "mask"), 4)
+    for given, message in (
+        (step_lists(2), r"block_mask's kv_num_blocks is \(2, 1, 1\), expected \(1, 1, 1\) or"),
+        (step_lists(size=(2, 16)), "block_mask has blocks of 2 queries, the 3 query tokens of a"),
+        (step_lists(mask_mod=rule), "block_mask has the mask_mod rule, which no kernel can call"),
+    ):
+        with pytest.raises(ProblemError, match=f"^decode: {message}"):
+            masked_step(block_mask=given)
+    with pytest.raises(ProblemError, match="blocks of 128 by 24: sizes are multiples of 16"):
+        masked_step(block_mask=step_lists(size=(128, 24)))
+    with pytest.raises(ProblemError, match="blocks and a window exclude each other"):
+        masked_step(block_mask=step_lists(), window=(4, 0))
 
 
 @pytest.mark.parametrize(

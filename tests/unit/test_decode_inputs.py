@@ -82,6 +82,8 @@ def test_a_problem_says_of_its_pages_and_scales_what_is_not_as_usual() -> None:
     assert title(PAGED).endswith("pages of 16, ragged")
     documents = replace(PAGED, masked_by="documents", density=7)
     assert title(documents).endswith("pages of 16, documents, 7 %, ragged")
+    blocks = replace(documents, masked_by="blocks", mask_block_k=64)
+    assert title(blocks).endswith("pages of 16, blocks of 64 keys, 7 %, ragged")
     told = title(replace(PAGED, pages="shared", kv_dtype="int8", kv_scales="head"))
     assert told.endswith("pages of 16, pages shared, int8 with scales per head, ragged")
 

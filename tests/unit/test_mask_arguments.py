@@ -29,9 +29,8 @@ def posed(causal=False, layout="bshd", **given) -> Problem:
 def made(rule=None, heads=None, size: int | tuple[int, int] = 16, **options) -> BlockLists:
     """Of torch's own making."""
     rule = rule or (lambda b, h, i, j: i >= j)
-    return block_lists(
-        create_block_mask(rule, None, heads, 40, 70, "cpu", BLOCK_SIZE=size, **options)
-    )
+    of_torch = create_block_mask(rule, None, heads, 40, 70, "cpu", BLOCK_SIZE=size, **options)
+    return block_lists("prefill", of_torch)
 
 
 LISTS = made()._replace(mask_mod=None)
@@ -107,7 +106,7 @@ def test_what_does_not_fit_is_refused_by_name(given, message):
 
 def test_what_is_no_block_mask_is_told():
     with pytest.raises(ProblemError, match=r"is no BlockMask: .*kv_num_blocks"):
-        block_lists(torch.ones(3, 3))
+        block_lists("prefill", torch.ones(3, 3))
 
 
 def test_what_packed_sequences_pages_and_steps_take_of_masks():
@@ -120,8 +119,13 @@ def test_what_packed_sequences_pages_and_steps_take_of_masks():
         with pytest.raises(ProblemError, match=message):
             Problem("prefill", **where, **blocks)
     assert Problem("backward", layout="thd", **documents).masks == ("documents",)
-    with pytest.raises(ProblemError, match="blocks: decode takes documents, prefixes and rules of"):
-        Problem("decode", **blocks)
+    step = Problem("decode", **blocks)
+    # whatever is said of queries, which are of one block
+    assert step == Problem("decode", **{**blocks, "mask_block_q": 0}) and step.masks == ("blocks",)
+    with pytest.raises(ProblemError, match="blocks and chosen pages exclude each other"):
+        Problem("decode", page_size=16, pages="chosen", **blocks)
+    with pytest.raises(ProblemError, match="blocks and a window exclude each other"):
+        Problem("decode", window_left=4, **blocks)
     with pytest.raises(ProblemError, match="density 5 is not from 1 to 100 percent, or 0 without"):
         Problem("prefill", **{**documents, "masked_by": ""})
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoflash.gpu import known
-from autoflash.inputs import make_inputs, packed_lengths
+from autoflash.inputs import make_inputs, packed_lengths, sequence_lengths
 from autoflash.mask import visible
 from autoflash.problem import Problem
 from autoflash.roofline import cache_bytes, floor, visible_pairs
@@ -75,6 +75,21 @@ def test_pairs_of_blocks_are_as_many_as_their_density_says():
     assert lists is not None and lists.full_kv_num_blocks is not None
     there = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum() / (3 * 4 * 32 * 32)
     assert 0.18 < there < 0.22
+
+
+def test_a_step_moves_as_many_keys_as_the_density_of_its_blocks_says():
+    fields = {"op": "decode", "seqlen_q": 2, "seqlen_k": 4000, "batch": 6, "lengths": "ragged"}
+    whole = replace(PREFILL, **fields)
+    step = replace(whole, masked_by="blocks", density=20, mask_block_k=16)
+    listed = [keys * 20 // 100 for keys in sequence_lengths(step)]
+    assert visible_pairs(step) == 2 * sum(listed)
+    fewer = sum(sequence_lengths(step)) - sum(listed)
+    moved = floor(whole, H200).bytes_moved - floor(step, H200).bytes_moved
+    assert moved == fewer * whole.num_kv_heads * 2 * 64 * 2
+    lists = make_inputs(step, poison=False).block_mask
+    assert lists is not None and lists.full_kv_num_blocks is not None
+    counts = lists.kv_num_blocks + lists.full_kv_num_blocks
+    assert 0.17 < counts.sum() / (6 * 4 * 250) < 0.23
 
 
 @pytest.mark.parametrize(

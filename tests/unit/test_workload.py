@@ -147,8 +147,17 @@ decode:
         ("documents", 5, 0, "", width),
         ("prefix", 5, 0, "", width),
     ]
-    (line,) = mistakes(tmp_path, MODEL + "decode: [{seqlen_k: 64, masked_by: blocks}]")
-    assert line.endswith("decode[0].masked_by: 'blocks' is none of documents or prefix")
+    entry = "decode: [{seqlen_k: 64, masked_by: blocks, mask_block_k: [64, 32], density: 3}]"
+    steps = [problem for problem, _ in load(tmp_path, MODEL + entry).problems]
+    assert [(p.masked_by, p.density, p.mask_block_k) for p in steps] == [
+        ("blocks", 3, 64),
+        ("blocks", 3, 32),
+    ]
+    entry = "decode: [{seqlen_k: 64, page_size: 16, pages: chosen, masked_by: blocks}]"
+    (line,) = mistakes(tmp_path, MODEL + entry)
+    assert line.endswith(
+        "decode[0]: blocks and chosen pages exclude each other: both say which keys are read"
+    )
 
 
 @pytest.mark.parametrize(
