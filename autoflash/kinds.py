@@ -80,6 +80,7 @@ def _few_prefills() -> list[Problem]:
         kind(page_size=3, causal=True, kv_layout="hnd", bias=True),
         kind(page_size=16, layout="thd", window_left=16, softcap=True, alibi=True, sinks=True),
         kind(page_size=16, causal=True, mask=RULE),
+        kind(page_size=16, masked_by="blocks", density=MIXED, mask_block_q=32, mask_block_k=64),
         kind(layout="thd", mask=RULE),
         kind(page_size=16, layout="thd", masked_by="documents", density=MIXED, causal=True),
     ]
@@ -147,7 +148,7 @@ def _all_prefills() -> Iterator[Problem]:
     everything = {"softcap": True, "alibi": True, "sinks": True}
     for layout, page_size in (("thd", 0), ("bshd", 16), ("thd", 16), ("bshd", 128)):
         where = {"layout": layout, "page_size": page_size, "density": MIXED}
-        for mask in MASKS[2:]:
+        for mask in MASKS[2:] if layout == "thd" else MASKS:
             yield like(wide, **where, **mask)
             yield like(wide, **where, **mask, **everything)
         windowed = {**where, "masked_by": "documents", "window_left": 16}

@@ -226,6 +226,8 @@ class Variant:
     @property
     def masks_whole_tiles(self) -> str:
         """Whether keys are hidden in tiles that rows see whole, as in a last, ragged block."""
+        if self.blocks and self.paged:
+            return "True"  # a host knows no length
         return "RAGGED" if self.blocks else "False"
 
     @property

@@ -124,6 +124,8 @@ def samples(family: Family) -> list[Problem]:
             where: dict[str, Any] = {"paged": paged, "varlen": varlen}
             masked = ("prefix", True), ("documents", True), ("documents", False)
             every += [sample("prefill", **where, masked_by=m, causal=c) for m, c in masked]
+        blocks: dict[str, Any] = {"paged": True, "masked_by": "blocks"}
+        every += [sample("prefill", **blocks, causal=causal) for causal in (True, False)]
     served = [each for each in every if family.unsupported(each, known(DEFAULT_TARGET)) is None]
     return list({each.switches: each for each in served}.values())
 

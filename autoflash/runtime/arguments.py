@@ -30,7 +30,7 @@ AXES = {  # of K and V, by layout
 }
 INDEX_DTYPES = (torch.int32, torch.int64)
 INSTEAD = {  # what serves in place of what is not supported
-    "prefill: packed or over pages: block_mask": "mask hides keys, and decode reads chosen pages",
+    "prefill: packed: block_mask": "mask hides keys",
 }
 
 

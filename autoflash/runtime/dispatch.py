@@ -148,8 +148,8 @@ def prefill(
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     masks = (block_mask, document_ids, prefix_lens, mask, density)
     masked = any_given(masks)
-    if masked and packed:
-        refuse_arguments("prefill: packed or over pages", Masks._fields[:1], masks[:1])
+    if masked and (cu_seqlens_q is not None or cu_seqlens_k is not None or layout == "thd"):
+        refuse_arguments("prefill: packed", Masks._fields[:1], masks[:1])
     if torch.compiler.is_compiling():
         refuse_arguments("prefill: in a graph", ("batch_invariant",), (batch_invariant or None,))
         tensors, numbers = (alibi_slopes, bias, sinks), (softmax_scale, softcap)

@@ -281,9 +281,8 @@ def _mask_error(p: Problem) -> str | None:
     """Why the masks do not make a problem, or None."""
     if p.masked_by == "blocks" and p.pages == CHOSEN:
         return "blocks and chosen pages exclude each other: both say which keys are read"
-    if p.masked_by == "blocks" and p.op != "decode" and (p.varlen or p.paged):
-        which = "of packed sequences" if p.varlen else "over pages"
-        return f"blocks: prefill {which} takes documents, prefixes and rules of such masks"
+    if p.masked_by == "blocks" and p.varlen:
+        return "blocks: packed sequences take documents, prefixes and rules of such masks"
     if p.masked_by in ("blocks", "prefix") and p.windowed:
         return f"{p.masked_by} and a window exclude each other"
     if p.masked_by == "prefix" and not p.causal:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from .arguments import check_output, prefill_problem, scale_or_default
+from .arguments import check_output, keys_held, prefill_problem, scale_or_default
 from .chunked import check_chunks, chunked_problem
 from .installed import tally_for
+from .masks import BlockLists, check_lists
 from .modifiers import Modifiers, modifiers_of, prefill_plan
 from .packed import check_packed, size_class
 from .recipe import form_of
@@ -56,6 +57,9 @@ def prefill_packed(
         problem = pose(q, k, v, causal, layout, modifiers)
         if out is not None:
             check_output("prefill", out, q, problem.head_dim_v)
+        if check and modifiers.block_mask is not None:
+            table, kv_layout = modifiers.block_table, modifiers.kv_layout
+            check_lists(problem, modifiers.block_mask, keys_held(k, table, kv_layout))
         if check and paged:
             check_chunks(problem, q, k, modifiers)
         elif check:
@@ -72,7 +76,8 @@ def prefill_packed(
         count_call(tally)
     elif served is not None:
         launch_again(served, tensors)
-        remember_served(form, served, tensors, *recall, PACKED_TENSORS, (out, lse))
+        if modifiers.block_mask is None:  # lists are of an object that anybody may change
+            remember_served(form, served, tensors, *recall, PACKED_TENSORS, (out, lse))
     elif device is not None:
         scale = scale_or_default("prefill", softmax_scale, problem.head_dim)
         whole, knobs = modifiers_of(problem, modifiers), tally.choice.knobs
@@ -94,4 +99,6 @@ def _lse_shape(q: torch.Tensor, layout: str) -> tuple[int, ...]:
 
 def _modifier_form(given: Any) -> Any:
     """What a plan may know of a modifier: its values are arguments, but a window's sides."""
+    if isinstance(given, BlockLists):
+        return (given.BLOCK_SIZE, given.rule, *map(form_of, given.tensors))
     return given if isinstance(given, tuple) else form_of(given)

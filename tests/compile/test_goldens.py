@@ -55,6 +55,8 @@ GOLDEN_VARIANTS = (
     Variant("prefill", "prefill", causal=True, paged=True),
     Variant("prefill", "prefill", window=True, varlen=True, paged=True),
     Variant("prefill", "prefill", causal=True, paged=True, mask=RULE),
+    Variant("prefill", "prefill", blocks=True, paged=True),
+    Variant("prefill", "prefill", causal=True, bias=True, blocks=True, paged=True, mask=RULE),
     Variant("prefill", "prefill", causal=True, prefix=True, paged=True),
     Variant("prefill", "prefill", window=True, bias=True, varlen=True, paged=True, mask=RULE),
     Variant("prefill", "prefill", causal=True, bias=True, paged=True),

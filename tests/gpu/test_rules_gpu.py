@@ -27,6 +27,8 @@ RULE = "(q_idx - kv_idx) // 8 % 3 != 1 and not (h == 1 and b <= 0) or abs(q_idx 
 HIDING = "h != 2 and (b != 6 or kv_idx >= 3000) and not (b == 5 and q_idx == 1) and b != 4"
 PREFIX: dict[str, Any] = {"masked_by": "prefix", "density": 30}
 DOCUMENTS: dict[str, Any] = {"masked_by": "documents", "density": 30}
+BLOCKS: dict[str, Any] = {"masked_by": "blocks", "density": 30}
+BLOCKS |= {"mask_block_q": 128, "mask_block_k": 64}
 LENGTHS = [0, 1, 2, 5, 64, 65, 4096]
 KEYS = [0, 1, 17, 77, 128, 300, 641]  # of chunks of 77 queries
 PACKED = [(1, 641), (0, 5), (77, 77), (64, 300), (5, 0), (33, 129)]
@@ -86,6 +88,9 @@ def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
         ("", {"page_size": 16, "layout": "thd", **DOCUMENTS, "causal": False, "bias": True}),
         (RULE, {"page_size": 64, "layout": "thd", **DOCUMENTS, "window_left": 100}),
         ("", {"page_size": 16, **DOCUMENTS, "dtype": "fp32", "head_dim": 40}),
+        ("", {"page_size": 128, **BLOCKS, "softcap": True, "alibi": True}),
+        (RULE, {"page_size": 16, **BLOCKS, "bias": True, "kv_layout": "hnd"}),
+        ("", {"page_size": 48, **BLOCKS, "causal": False, "dtype": "fp32", "head_dim": 40}),
     ],
     ids=str,
 )

@@ -343,7 +343,7 @@ def test_a_chunk_in_a_batch_has_the_bits_that_it_has_alone(exported: ModuleType)
     ("changed", "message"),
     [
         ({"block_table": None}, "prefill: cache_seqlens is not supported yet"),
-        ({"block_mask": torch.ones(2)}, "over pages: block_mask is not supported yet"),
+        ({"block_mask": torch.ones(2)}, "prefill: block_mask is no BlockMask"),
         ({"k_scale": torch.ones(1)}, "prefill: k_scale is not supported yet"),
     ],
 )

@@ -113,9 +113,11 @@ def test_what_packed_sequences_pages_and_steps_take_of_masks():
     fields = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "seqlen_q": 8, "seqlen_k": 8}
     documents = {"masked_by": "documents", "density": 5, "dtype": "bf16", "batch": 1, **fields}
     blocks = {**documents, "masked_by": "blocks", "mask_block_q": 16, "mask_block_k": 16}
-    for where, told in (({"layout": "thd"}, "of packed s"), ({"page_size": 16}, "over pages")):
+    for where in ({"layout": "thd"}, {"page_size": 16}):
         assert Problem("prefill", **where, **documents).masks == ("documents",)
-        message = f"blocks: prefill {told}.* takes documents, prefixes and rules of such masks"
+    assert Problem("prefill", page_size=16, **blocks).masks == ("blocks",)
+    message = "blocks: packed sequences take documents, prefixes and rules of such masks"
+    for where in ({"layout": "thd"}, {"layout": "thd", "page_size": 16}):
         with pytest.raises(ProblemError, match=message):
             Problem("prefill", **where, **blocks)
     assert Problem("backward", layout="thd", **documents).masks == ("documents",)

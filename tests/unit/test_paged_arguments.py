@@ -122,8 +122,8 @@ def test_a_prefill_over_pages_keeps_the_layout_of_its_cache_and_says_so():
         ({"bias": True, "alibi": True}, "alibi and bias exclude each other"),
         ({"pages": "chosen"}, "pages 'chosen' are of decode: prefill reads all pages"),
         (
-            {"masked_by": "blocks", "density": 5, "mask_block_q": 16, "mask_block_k": 16},
-            "blocks: prefill over pages takes documents, prefixes a",
+            {"masked_by": "blocks", "density": 5, "mask_block_q": 16, "mask_block_k": 24},
+            "blocks of 16 by 24: sizes are multiples of 16",
         ),
         ({"masked_by": "prefix", "density": 5, "causal": False}, "prefix: what is beyond it is ca"),
     ],

@@ -171,7 +171,7 @@ decode:
         ("density: 7", "prefill[0]: density 7 is not from 1 to 100 percent, or 0 without"),
         ("mask: q_idx > x", "prefill[0]: mask 'q_idx > x': x is none of b, h, q_idx, kv_idx"),
         ("mask: import os", "prefill[0]: mask 'import os' is not an expression"),
-        ("masked_by: blocks, layout: thd, training: true", "prefill[0]: blocks: prefill of packed"),
+        ("masked_by: blocks, layout: thd, training: true", "prefill[0]: blocks: packed sequences"),
     ],
 )
 def test_masks_that_do_not_fit_are_told(tmp_path, entry, mistake):
