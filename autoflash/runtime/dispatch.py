@@ -297,7 +297,7 @@ def decode(
         return decode_traced(*read, hints, modified, masks, softmax_scale, check, out, return_lse)
     kv_layout = identified_layout("decode", kv_layout, k_cache, block_table is not None)
     on = (alibi_slopes, bias, sinks, page_positions)
-    lists = None if block_mask is None else block_lists("decode", block_mask)
+    lists = None if block_mask is None else block_lists(block_mask, "decode")
     masks = () if document_ids is None and prefix_lens is None else (document_ids, prefix_lens)
     masks += () if lists is None else lists.tensors
     given = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, out, *on, *masks)

@@ -19,7 +19,7 @@ def with_masks(
     given: Modifiers, block_mask: Any, *others: torch.Tensor | str | int | None
 ) -> Modifiers:
     """The modifiers with masks too. Raises ProblemError for a `block_mask` that is none."""
-    lists = None if block_mask is None else block_lists("prefill", block_mask)
+    lists = None if block_mask is None else block_lists(block_mask)
     return given._replace(**dict(zip(Masks._fields, (lists, *others), strict=True)))
 
 

@@ -64,7 +64,7 @@ class Masks(NamedTuple):
     density: int | None = None
 
 
-def block_lists(function: str, block_mask: Any) -> BlockLists:
+def block_lists(block_mask: Any, function: str = "prefill") -> BlockLists:
     """What of a BlockMask is used. Raises ProblemError for what is none."""
     try:
         lists = BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields[:6]))
@@ -107,7 +107,7 @@ def flat_blocks(function: str, block_mask: Any, told: bool) -> tuple[Any, ...]:
     """
     if block_mask is None:
         return (None, None, None, None, 0, 0)
-    lists = block_lists(function, block_mask)
+    lists = block_lists(block_mask, function)
     _refuse_a_rule_of_torch(function, lists, told)
     return (*lists.tensors, *lists.BLOCK_SIZE)
 

@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from autoflash import kernel
 from autoflash.config import Config
 from autoflash.families.prefill import FAMILY
 from autoflash.gpu import KNOWN, known
-from autoflash.kernel import _compiled, compile_candidate
+from autoflash.inputs import make_inputs
+from autoflash.kernel import _compiled, compile_candidate, new_outputs, plan_of
 from autoflash.problem import Problem
+from autoflash.runtime.launch import compile_plan
 from autoflash.runtime.validity import prefill_smem_bytes
 
 TARGETS = {gpu.arch: gpu for gpu in KNOWN.values()} | {"sm_90": known("NVIDIA H200")}
@@ -214,3 +217,19 @@ def test_lengths_and_head_counts_do_not_compile_another_kernel(load: str) -> Non
         for shape in shapes
     ]
     assert len({kernel.hash for kernel in kernels}) == 1
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_lists_without_whole_blocks_compile(page_size: int) -> None:
+    """As a BlockMask has them that is made of partial blocks alone."""
+    gpu, p = known("NVIDIA H200"), problem("bf16", 64)
+    blocks = {"masked_by": "blocks", "density": 10, "mask_block_q": 128, "mask_block_k": 128}
+    p = replace(p, **blocks, page_size=page_size, lengths="ragged" if page_size else "equal")
+    kernel.compile_only(gpu)
+    _, module = kernel._loaded(FAMILY.variant(p), gpu.arch)
+    inputs = make_inputs(p, device="meta", poison=False)
+    assert inputs.block_mask is not None
+    partial = inputs.block_mask._replace(full_kv_num_blocks=None, full_kv_indices=None)
+    inputs, config = replace(inputs, block_mask=partial), FAMILY.default(p, gpu)
+    (compiled,) = compile_plan(plan_of(module, inputs, *new_outputs(inputs), gpu, config))
+    assert kernel._resources(compiled, gpu)[1] <= FAMILY.max_spills

@@ -138,7 +138,8 @@ def listed_blocks(
     """How many blocks are listed for a row of blocks, and where; of no list none."""
     if counts is None:
         return 0, indices
-    return tl.load(counts + row), indices + row * columns
+    else:
+        return tl.load(counts + row), indices + row * columns
 
 
 @triton.jit

@@ -127,7 +127,8 @@ def listed_blocks(
     """How many blocks are listed for a row of blocks, and where; of no list none."""
     if counts is None:
         return 0, indices
-    return tl.load(counts + row), indices + row * columns
+    else:
+        return tl.load(counts + row), indices + row * columns
 
 
 @triton.jit
@@ -503,4 +504,7 @@ def plan_modified(
 
 def listed(block_mask):
     """The lists, rows between those of sequences and heads, and how many blocks a row lists."""
-    return [*block_mask[:4], *block_mask[0].stride()[:2], block_mask[1].shape[3]]
+    counts, indices, full_counts, full_indices = block_mask[:4]
+    # a kernel has a place to load from where it loads none
+    full = (full_counts, indices if full_indices is None else full_indices)
+    return [counts, indices, *full, *counts.stride()[:2], indices.shape[3]]

@@ -30,7 +30,7 @@ def made(rule=None, heads=None, size: int | tuple[int, int] = 16, **options) -> 
     """Of torch's own making."""
     rule = rule or (lambda b, h, i, j: i >= j)
     of_torch = create_block_mask(rule, None, heads, 40, 70, "cpu", BLOCK_SIZE=size, **options)
-    return block_lists("prefill", of_torch)
+    return block_lists(of_torch)
 
 
 LISTS = made()._replace(mask_mod=None)
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused_by_name(given, message):
 
 def test_what_is_no_block_mask_is_told():
     with pytest.raises(ProblemError, match=r"is no BlockMask: .*kv_num_blocks"):
-        block_lists("prefill", torch.ones(3, 3))
+        block_lists(torch.ones(3, 3))
 
 
 def test_what_packed_sequences_pages_and_steps_take_of_masks():
