@@ -1,14 +1,20 @@
 """The backward's bound of shared memory and its defaults, against what is compiled."""
 
+from dataclasses import replace
+
 import pytest
 
+from autoflash.check import plan_for
 from autoflash.config import Config
 from autoflash.families import backward_single
 from autoflash.families.backward import FAMILY
 from autoflash.gpu import KNOWN, known
-from autoflash.kernel import _compiled, _resources
+from autoflash.inputs import make_inputs
+from autoflash.kernel import _compiled, _resources, compile_only, new_results
 from autoflash.problem import Problem
 from autoflash.runtime.backward_validity import backward_single_smem_bytes, backward_smem_bytes
+from autoflash.runtime.launch import compile_plan
+from autoflash.runtime.masks import query_lists
 
 TARGETS = {gpu.arch: gpu for gpu in KNOWN.values()} | {"sm_90": known("NVIDIA H200")}
 
@@ -115,3 +121,24 @@ def test_lengths_and_head_counts_do_not_compile_another_kernel():
         _compiled(p, config, gpu, with_lse=False, wide_rows=False)[0] for p in (usual, odd)
     )
     assert [kernel.hash for kernel in one] == [kernel.hash for kernel in other]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_lists_without_whole_blocks_compile(bias):
+    """As a BlockMask has them that is made of partial blocks alone."""
+    gpu, sizes = known("NVIDIA H200"), (1, 4, 2, 64, 512, 512)
+    blocks = {"masked_by": "blocks", "density": 10, "mask_block_q": 128, "mask_block_k": 128}
+    p = Problem("backward", "bf16", *sizes, causal=False, bias=bias, **blocks)
+    compile_only(gpu)
+    inputs = make_inputs(p, device="meta", poison=False)
+    queries = query_lists(inputs.block_mask)
+    partial = inputs.block_mask._replace(
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        queries=queries._replace(full_q_num_blocks=None, full_q_indices=None),
+    )
+    inputs, config = replace(inputs, block_mask=partial), FAMILY.default(p, gpu)
+    out, beside = new_results(inputs)
+    compiled = compile_plan(plan_for(inputs, config, gpu, out, beside))
+    assert len(compiled) == 3 + bias

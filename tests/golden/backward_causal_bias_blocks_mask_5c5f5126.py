@@ -1072,7 +1072,10 @@ def source_of(tensor, s, h, block, load):
 
 def listed(lists):
     """The lists, rows between those of sequences and heads, and how many blocks a row lists."""
-    return [*lists, *lists[0].stride()[:2], lists[1].shape[3]]
+    counts, indices, full_counts, full_indices = lists
+    # a kernel has a place to load from where it loads none
+    full = (full_counts, indices if full_indices is None else full_indices)
+    return [counts, indices, *full, *counts.stride()[:2], indices.shape[3]]
 
 
 def plan(
