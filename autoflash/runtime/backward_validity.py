@@ -152,9 +152,12 @@ BACKWARD_WARPGROUP_DEFAULTS = {
 # What changes scores takes registers, as do the masks of packed sequences and those beyond windows.
 BACKWARD_CROWDED_WARPGROUP_DEFAULTS = {
     64: ((32, 64, 4, 2), (64, 64, 4, 2)),
-    128: ((32, 64, 8, 2), (64, 64, 8, 2)),
+    128: ((32, 64, 4, 2), (64, 64, 4, 2)),
     256: ((32, 64, 8, 1), (64, 32, 8, 2)),
 }
+# By half as many warps of keys a bias spills hundreds of bytes, a second stage those of sequences.
+BACKWARD_BIAS_WARPGROUP_DEFAULTS = {128: ((32, 64, 8, 2), (64, 64, 4, 2))}
+BACKWARD_PACKED_WARPGROUP_DEFAULTS = {128: ((32, 64, 4, 1), (64, 64, 4, 2))}
 BACKWARD_WARP_DEFAULTS = {
     64: ((32, 64, 4, 2), (64, 32, 4, 2)),
     128: ((32, 64, 8, 2), (64, 32, 8, 2)),
@@ -193,6 +196,10 @@ def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_head_dim, load = BACKWARD_WARPGROUP_DEFAULTS, "descriptor"
         if _backward_is_crowded(problem):
             by_head_dim = BACKWARD_CROWDED_WARPGROUP_DEFAULTS
+            if problem.bias:
+                by_head_dim = by_head_dim | BACKWARD_BIAS_WARPGROUP_DEFAULTS
+            elif problem.varlen:
+                by_head_dim = by_head_dim | BACKWARD_PACKED_WARPGROUP_DEFAULTS
     else:
         by_head_dim = BACKWARD_WARP_DEFAULTS
     widest = max(problem.head_dim, problem.head_dim_v)
@@ -204,7 +211,7 @@ def backward_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
             by_preference = [(_backward_staged(kv, 1), q) for kv, q in by_preference]
     elif _backward_spills_staged(problem):
         by_preference = [(_backward_staged(kv, 1), q) for kv, q in by_preference]
-    elif problem.dropout and load == "descriptor":
+    elif problem.dropout and not problem.varlen and load == "descriptor":
         by_preference = [(_backward_staged(kv, 2), q) for kv, q in by_preference]
     choices: list[dict[str, int | str]] = [
         {**_backward_knobs(problem, "KV", kv), **_backward_knobs(problem, "Q", q), "LOAD": load}
@@ -233,7 +240,7 @@ def backward_single_default(problem: Problem, gpu: Any) -> dict[str, int | str]:
         by_preference = [(block_m, block_n, 4, 1) for block_m, block_n, _, _ in by_preference]
     elif _backward_spills_staged(problem) or (load == "pointer" and _backward_is_crowded(problem)):
         by_preference = [_backward_staged(each, 1) for each in by_preference]
-    elif problem.dropout and load == "descriptor":
+    elif problem.dropout and not problem.varlen and load == "descriptor":
         by_preference = [_backward_staged(each, 2) for each in by_preference]
     choices = [{**_backward_knobs(problem, "KV", each), "LOAD": load} for each in by_preference]
     valid = (knobs for knobs in choices if backward_single_refusal(problem, knobs, gpu) is None)
@@ -247,7 +254,7 @@ def _backward_is_crowded(problem: Problem) -> bool:
 
 
 def _backward_spills_staged(problem: Problem) -> bool:
-    """Whether a second stage of queries spills hundreds of bytes, beside dropout too."""
+    """Whether a second stage of queries spills hundreds of bytes."""
     return problem.varlen and (problem.bias or problem.masked_by == "documents")
 
 
