@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
@@ -49,8 +49,7 @@ def with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **more: Any
 ) -> torch.Tensor:
     """As if each head had a key more that all its queries see, whose values are 0."""
-    out, aux = flex(q, k, v, return_aux=AuxRequest(lse=True), **more)
-    assert aux.lse is not None
+    out, aux = cast(Any, flex)(q, k, v, return_aux=AuxRequest(lse=True), **more)
     return (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(q.dtype)
 
 
