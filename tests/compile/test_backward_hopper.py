@@ -97,6 +97,25 @@ def test_the_products_of_two_passes_do_not_spill(head_dim, causal):
         assert kernel.metadata.shared <= bound <= kernel.metadata.shared + 4096
 
 
+@pytest.mark.parametrize("family", [SINGLE, SPLIT])
+def test_launches_overlap_and_each_waits_before_it_reads_what_the_one_before_writes(family):
+    kernels = compiled(problem(128, False), family)
+    texts = {name: kernel.asm["ptx"] for name, kernel in kernels.items()}
+    wait, start_next = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    dependent = [kernel.metadata.launch_pdl for kernel in kernels.values()]
+    assert dependent == [False, True, True]
+    assert [text.count(wait) for text in texts.values()] == [0, 1, 1]
+    assert [text.count(start_next) for text in texts.values()] == [1, 1, 0]
+    kv = texts["backward_kv_kernel"]
+    assert kv.index(wait) < kv.index(start_next) < kv.index("cp.async.bulk.tensor")
+    if family is SINGLE:
+        convert = texts["convert_kernel"]
+        assert convert.index(wait) < convert.index("ld.global")
+    else:  # reads nothing of dk and dv; it only is not over before they are
+        q = texts["backward_q_kernel"]
+        assert q.index(wait) > q.rindex("cp.async.bulk.tensor")
+
+
 @SLOW
 def test_ragged_lengths_odd_strides_and_other_head_counts_compile():
     p = replace(problem(96, False), dtype="fp16", kv_dtype="fp16", out_dtype="fp16")

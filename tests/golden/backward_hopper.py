@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 # triton 3.6 calls them copies, later versions loads and stores
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -22,6 +24,9 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #
 # In each program one warp, the producer, has the tensor memory accelerator load tiles, and two
 # warpgroups, the consumers, multiply and sum.
+#
+# Programs of a launch start while the last ones of the launch before still run, and wait for them
+# where they read what those write. What dq alone needs is complete before dk and dv begin.
 #
 # Symbols
 #   i, j          query row, key column; the query sits at position i + seqlen_k - seqlen_q
@@ -298,6 +303,7 @@ def statistics_kernel(
     BLOCK_D: gl.constexpr,
 ):
     """What the consumers begin with, for ROWS rows of one head."""
+    gdc_launch_dependents()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     blocks = padded_q // ROWS
     head = gl.program_id(0) // blocks
@@ -681,6 +687,8 @@ def backward_kv_kernel(
     # the first keys are seen by the most queries: they start first
     start_n = gl.program_id(0) % blocks * 128
     kv_head = gl.program_id(0) // blocks
+    gdc_wait()
+    gdc_launch_dependents()
     # the tuples of arguments stand inline: in a named one constexprs become tensors
     gl.warp_specialize(
         [
@@ -944,6 +952,8 @@ def backward_kv_roles_kernel(
     block = gl.program_id(0) % blocks
     start_n = block * 64
     kv_head = gl.program_id(0) // blocks
+    gdc_wait()
+    gdc_launch_dependents()
     # the tuples of arguments stand inline: in a named one constexprs become tensors
     gl.warp_specialize(
         [
@@ -1043,6 +1053,7 @@ def produce_keys(
         full = rings.v.full.index(slot)
         mbarrier.expect(full, v_desc.block_type.nbytes)
         tma_load(v_desc, [batch, kv_head, at, 0], full, rings.v.slots.index(slot))
+    gdc_wait()  # dk and dv are not read here, but the launch after waits for this one alone
 
 
 @gluon.jit
@@ -1635,7 +1646,8 @@ def plan(
         seqlen_k % block_n != 0,
         num_heads != num_kv_heads,
     )
-    options = {"num_warps": 4, "maxnreg": REGISTERS}
+    dependent = {"num_warps": 4, "launch_pdl": True}  # starts before the launch before it is over
+    options = {**dependent, "maxnreg": REGISTERS}
     statistics_grid = (heads * padded_q // STATISTICS_ROWS,)
     launches += [
         (statistics_kernel, statistics_grid, statistics_arguments, {"num_warps": 4}),

@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 # triton 3.6 calls them copies, later versions loads and stores
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -22,6 +24,9 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #
 # In each program one warp, the producer, has the tensor memory accelerator load tiles, and two
 # warpgroups, the consumers, multiply and sum.
+#
+# Programs of a launch start while the last ones of the launch before still run, and wait for them
+# where they read what those write. What dq alone needs is complete before dk and dv begin.
 #
 # Symbols
 #   i, j          query row, key column; the query sits at position i + seqlen_k - seqlen_q
@@ -283,6 +288,7 @@ def statistics_kernel(
 ):
     """What the consumers begin with, for ROWS rows of one head. Their dq_sums become 0, and so does
     the counter."""
+    gdc_launch_dependents()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     blocks = padded_q // ROWS
     head = gl.program_id(0) // blocks
@@ -806,6 +812,7 @@ def convert_kernel(
     """dq of 64 rows of one head, from their sums in the order of add_dq."""
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    gdc_wait()
     blocks = (seqlen_q + 63) // 64
     head = gl.program_id(0) // blocks
     start = gl.program_id(0) % blocks * 64
@@ -1077,6 +1084,8 @@ def backward_kv_kernel(
     dk_target = Target(dk, stride_dkb, stride_dkh, stride_dks)
     dv_target = Target(dv, stride_dvb, stride_dvh, stride_dvs)
     units = Units(unit_count, blocks, num_kv_heads, kv_heads, heads_per_group, KV_SLOTS)
+    gdc_wait()
+    gdc_launch_dependents()
     # the tuples of arguments stand inline: in a named one constexprs become tensors
     gl.warp_specialize(
         [
@@ -1381,7 +1390,8 @@ def plan(
         seqlen_k % block_n != 0,
         num_heads != num_kv_heads,
     )
-    options = {"num_warps": 4, "maxnreg": REGISTERS}
+    dependent = {"num_warps": 4, "launch_pdl": True}  # starts before the launch before it is over
+    options = {**dependent, "maxnreg": REGISTERS}
     statistics_grid = (heads * padded_q // STATISTICS_ROWS,)
     kv_grid = (min(units, num_sms) if knobs["KV_SLOTS"] else units,)  # an SM holds one program
     launches += [
@@ -1400,4 +1410,4 @@ def plan(
         block_d,
     )
     convert_grid = (heads * triton.cdiv(seqlen_q, 64),)
-    return [*launches, (convert_kernel, convert_grid, convert_arguments, {"num_warps": 4})]
+    return [*launches, (convert_kernel, convert_grid, convert_arguments, dependent)]
