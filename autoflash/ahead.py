@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
 
-from autoflash.contest import first_batch
+from autoflash.contest import first_batch, openings
 from autoflash.entrants import Entrants, Lab
 from autoflash.problem import Problem
 
@@ -25,10 +25,11 @@ def compiled_ahead(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> Itera
 
     def ask() -> None:
         try:
-            for entrants, problem in pairs:
-                if over.is_set():
-                    return
-                entrants.ask(problem, first_batch(lab, entrants, problem))
+            for batch in (openings, first_batch) if lab.limit.finite else (first_batch,):
+                for entrants, problem in pairs:
+                    if over.is_set():
+                        return
+                    entrants.ask(problem, batch(lab, entrants, problem))
         except BaseException as error:
             errors.append(error)
 

@@ -31,6 +31,7 @@ from autoflash.worker import LimitReached
 
 SCREENING_SHARE = 0.65  # of a problem's time, where there is a limit; the rest is the final's
 ASIDE = 8  # trials on another shape, before it is seen whether a compiler is done
+NEAREST = 2  # winners of the nearest shapes that are tried before any search
 GIVE_UP = 2.0  # times the best so far: what a first call exceeds is not timed any further
 
 
@@ -72,6 +73,17 @@ def first_batch(lab: Lab, entrants: Entrants, problem: Problem) -> list[Config]:
     return next(proposals_for(lab, entrants, problem))
 
 
+def openings(lab: Lab, entrants: Entrants, problem: Problem) -> list[Config]:
+    """What a module may serve the problem with untuned: defaults, winners of the nearest shapes.
+
+    Where the time ends early they are tried before any search: who wins is as fast as they.
+    """
+    group = entrants.group
+    candidates = group.candidates(problem, lab.gpu)
+    near = transferred_to(problem, lab.gpu, lab.journal.earlier_winners, candidates)
+    return list(dict.fromkeys([*group.defaults(problem, lab.gpu), *near[:NEAREST]]))
+
+
 class Contest:
     """One problem of a group: first screened, then decided. `limit` is its share of the time."""
 
@@ -103,21 +115,42 @@ class Contest:
         if self._failed:
             return None, self._failed
         try:
-            decision = self._earlier() or self._final()
+            if self._unopened():
+                self.time_openings()  # in what is left of the time
+            decision = None if self._unopened() else self._earlier() or self._final()
         except LimitReached:
-            decision = self._from_screening()
+            decision = None if self._unopened() else self._from_screening()
         except Failure as failure:
             return None, failure.reason
+        if self._unopened():
+            return None, "the budget ended before what may serve it untuned was checked and timed"
         return decision, "" if decision else self._entrants.why_none()
 
     def time_default(self) -> None:
-        """Screen the default alone, so that a search cut short still has an answer."""
-        for config in self._entrants.ready(self._problem, [self._default], self._limit):
+        """Screen the default alone."""
+        self._screen_all([self._default])
+
+    def time_openings(self) -> None:
+        """Screen what may serve the problem untuned."""
+        self._screen_all(openings(self._lab, self._entrants, self._problem))
+
+    def _screen_all(self, configs: Sequence[Config]) -> None:
+        for config in self._entrants.ready(self._problem, configs, self._limit):
             self._screen(config)
 
+    def _unopened(self) -> bool:
+        """Whether the time ended before the openings were tried, and no earlier decision stands."""
+        if not self._lab.limit.finite or self._standing():
+            return False
+        left = set(openings(self._lab, self._entrants, self._problem)).difference(self._screened)
+        return any(not self._entrants.is_out(self._problem, config) for config in left)
+
     def _search(self) -> None:
-        """Screen what the strategy proposes."""
-        lab = self._lab
+        """Screen what the strategy proposes, after what is known of the openings."""
+        lab, problem = self._lab, self._problem
+        if lab.limit.finite:
+            first = openings(lab, self._entrants, problem)
+            self._screen_all([config for config in first if lab.journal.tried(problem, config)])
         proposals = proposals_for(lab, self._entrants, self._problem)
         limit = self._limit.share(1 / SCREENING_SHARE)
         batch, done = next(proposals), 0

@@ -36,6 +36,6 @@ class SearchError(AutoflashError):
 
 
 class BudgetError(AutoflashError):
-    """The budget was spent before any candidate was checked and timed; no winner was stored."""
+    """The budget was spent before any problem was decided; no winner was stored."""
 
     exit_code = 3

@@ -45,7 +45,8 @@ class Journal:
             if trial.kernel_digest == digest_of(trial.problem, trial.config):
                 self._keep(trial)
         own = store.winners()
-        self._winners = overlay(own, shipped_winners())
+        # of every GPU and problem as the run began: the database's over the shipped ones
+        self.earlier_winners = overlay(own, shipped_winners())
         for winner in own:
             if winner.gpu.identity != gpu.identity:
                 continue
@@ -66,9 +67,12 @@ class Journal:
 
     @property
     def winners(self) -> list[Winner]:
-        """Of every GPU and problem: the database's over the shipped ones, and this run's."""
+        """The earlier ones and this run's."""
         decided = list(self._decided.values())  # at once: other threads decide meanwhile
-        return [*self._winners, *(Winner(self._gpu, self._toolchain, each) for each in decided)]
+        return [
+            *self.earlier_winners,
+            *(Winner(self._gpu, self._toolchain, each) for each in decided),
+        ]
 
     def tried(self, problem: Problem, config: Config) -> bool:
         """Whether an earlier trial speaks for the config on the problem."""

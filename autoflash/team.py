@@ -21,7 +21,7 @@ from autoflash.worker import LimitReached
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to do on one GPU: `default`, `contest` or `cross`, of a problem of a group."""
+    """What to do on one GPU: `default`, `openings`, `contest` or `cross`, of a group's problem."""
 
     kind: str
     group: int
@@ -45,6 +45,7 @@ class Team:
         self.decided: dict[Problem, Decision] = {}
         self.undecided: dict[Problem, str] = {}
         self.lost: list[str] = []  # why each GPU that was lost was
+        self._half = self.labs[0].limit.share(2)  # of the time, for openings
         self._waiting: deque[Task] = deque(self._dealt())
 
     @property
@@ -85,8 +86,9 @@ class Team:
         return decisions, [(p, self.undecided[p]) for p in problems if p in self.undecided]
 
     def _dealt(self) -> Iterator[Task]:
-        kinds = ("default", "contest") if self.labs[0].limit.finite else ("contest",)
-        for kind in kinds:  # where the time ends early, the default is an answer
+        # where the time ends early, what may serve untuned is an answer
+        kinds = ("default", "openings", "contest") if self.labs[0].limit.finite else ("contest",)
+        for kind in kinds:
             for number, group in enumerate(self._groups):
                 for problem in group.problems:
                     yield Task(kind, number, problem)
@@ -114,9 +116,12 @@ class Team:
                 self._changed.notify_all()
 
     def _do(self, task: Task, lab: Lab, entrants: Entrants) -> None:
-        if task.kind == "default":
+        if task.kind in ("default", "openings"):
             with suppress(LimitReached, Failure):  # the problem's own contest will tell
-                Contest(lab, entrants, task.problem, lab.limit).time_default()
+                if task.kind == "default":
+                    Contest(lab, entrants, task.problem, lab.limit).time_default()
+                else:
+                    Contest(lab, entrants, task.problem, self._half).time_openings()
         elif task.kind == "contest":
             self._decide(task, lab, entrants)
         else:

@@ -19,7 +19,7 @@ def hold(
     pairs = [(entrants, p) for entrants in all_entrants for p in entrants.group.problems]
     with compiled_ahead(lab, pairs):
         if lab.limit.finite:
-            _time_defaults(lab, pairs)
+            _open(lab, pairs)
         return _contests(lab, all_entrants, len(pairs))
 
 
@@ -67,12 +67,14 @@ def _decided(
         yield problem, decision, why
 
 
-def _time_defaults(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> None:
-    """Before any search: where the time ends early, the default is an answer."""
-    for entrants, problem in pairs:
-        try:
-            Contest(lab, entrants, problem, lab.limit).time_default()
-        except LimitReached:
-            return
-        except Failure:  # the problem's own contest will tell
-            continue
+def _open(lab: Lab, pairs: Sequence[tuple[Entrants, Problem]]) -> None:
+    """Before any search: every problem's default, then in half of the time its openings."""
+    half = lab.limit.share(2)
+    for limit, time in ((lab.limit, Contest.time_default), (half, Contest.time_openings)):
+        for entrants, problem in pairs:
+            try:
+                time(Contest(lab, entrants, problem, limit))
+            except LimitReached:
+                return
+            except Failure:  # the problem's own contest will tell
+                continue

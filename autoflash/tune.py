@@ -318,9 +318,9 @@ def result_of(
     Raises SearchError or BudgetError where nothing at all was decided.
     """
     if not decisions and undecided:
-        if lab.limit.over:
+        if lab.limit.over or lab.limit.cut:
             raise BudgetError(
-                "the budget ended before any candidate was checked and timed; no winner was stored"
+                "the budget ended before any problem was decided; no winner was stored"
             )
         raise SearchError(f"no winner was stored: {undecided[0][1]}")
     places = {problem: place for place, (problem, _) in enumerate(workload.problems)}

@@ -129,9 +129,10 @@ def examined(
 ) -> list[Finding]:
     """What came of every case, in the order of the units.
 
-    `jobs` processes take one unit after the other. One that a case kills or outlasts its deadline
-    is started again for the next case. `told` is called with each finding as it is made. Whatever
-    ends this early, as Ctrl-C, waits for the cases that run and for no other.
+    `jobs` processes take one unit after the other, those of most work first. One that a case kills
+    or outlasts its deadline is started again for the next case. `told` is called with each finding
+    as it is made. Whatever ends this early, as Ctrl-C, waits for the cases that run and for no
+    other.
     """
     ended = Event()
     children = [Child(examiner, environment) for _ in range(max(1, min(jobs, len(units))))]
@@ -153,12 +154,20 @@ def examined(
     try:
         with ThreadPoolExecutor(len(children)) as threads:
             try:
-                return [finding for found in threads.map(work, units) for finding in found]
+                order = sorted(range(len(units)), key=lambda place: -_work(units[place]))
+                of_units = threads.map(work, [units[place] for place in order])
+                found = dict(zip(order, of_units, strict=True))
+                return [finding for place in sorted(found) for finding in found[place]]
             finally:
                 ended.set()
     finally:
         for child in children:
             child.close()
+
+
+def _work(unit: Unit) -> int:
+    """How long the unit takes beside others: most of it is compiling, longer for wider tiles."""
+    return sum(case.problem.head_dim for case in unit.cases)
 
 
 def _tuned_masks(kind: Problem) -> bool:

@@ -16,8 +16,8 @@ INTRODUCTION = """\
 Written by `make docs` from the commands themselves.
 
 Rows go to stdout, progress and notices to stderr. A user's mistake is one line after `error:` and
-exit status 1; wrong usage ends with 2, Ctrl-C with 130, and a budget spent before anything was
-checked and timed with 3.
+exit status 1; wrong usage ends with 2, Ctrl-C with 130, and a budget spent before any problem
+was decided with 3.
 """
 
 

@@ -15,6 +15,7 @@ from test_tune import DECODE, LONGER, PROBLEM, QUICK, binary, search
 
 from autoflash.ahead import compiled_ahead
 from autoflash.contest import first_batch
+from autoflash.effort import TimeLimit
 from autoflash.groups import groups_of
 from autoflash.pool import Urgency
 from autoflash.search.hill_climb import neighbours
@@ -117,11 +118,14 @@ def test_a_run_that_goes_on_compiles_what_it_will_launch_and_nothing_else(pool, 
     assert both == screened and binary(group.default(LONGER, GPU)) in both
 
 
-def lab_and_entrants(ask):
-    journal = SimpleNamespace(winners=[], tried=lambda *_: False, times=lambda _: {})
+def lab_and_entrants(ask, budget_s=None):
+    journal = SimpleNamespace(
+        winners=[], earlier_winners=[], tried=lambda *_: False, times=lambda _: {}
+    )
     lab = SimpleNamespace(
         gpu=GPU,
         effort=SimpleNamespace(max_candidates=8),
+        limit=TimeLimit(budget_s),
         strategy="promising",
         seed=0,
         journal=journal,
@@ -134,11 +138,24 @@ def test_every_default_is_asked_for_before_any_problems_other_candidates():
     batches = []
     lab, entrants = lab_and_entrants(lambda problem, configs: batches.append(configs))
     with compiled_ahead(lab, [(entrants, PROBLEM), (entrants, LONGER)]):
-        while len(batches) < 4:
-            time.sleep(0.01)
-    default, other, *rest = batches
-    assert len(default) == len(other) == 1
-    assert [len(batch) for batch in rest] == [8, 8]
+        wait_until(lambda: len(batches) == 4)
+    assert [len(batch) for batch in batches] == [1, 1, 8, 8]
+
+
+def test_within_a_budget_what_may_serve_untuned_is_asked_for_before_what_a_search_tries():
+    batches = []
+    lab, entrants = lab_and_entrants(lambda problem, configs: batches.append(configs), 60.0)
+    with compiled_ahead(lab, [(entrants, PROBLEM), (entrants, LONGER)]):
+        wait_until(lambda: len(batches) == 6)
+    defaults = [entrants.group.defaults(problem, GPU) for problem in (PROBLEM, LONGER)]
+    assert batches[2:4] == defaults and len(defaults[0]) > 1
+    assert [len(batch) for batch in (*batches[:2], *batches[4:])] == [1, 1, 8, 8]
+
+
+def wait_until(true):
+    end = time.monotonic() + 30
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def test_nothing_more_is_asked_once_the_search_is_over():

@@ -1,6 +1,7 @@
 """Tune, end to end on a fake device: faults, budgets, resuming, interrupting, deciding."""
 
 import contextlib
+import json
 import os
 import signal
 import sqlite3
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from fake_device import GPU, SHORT, TOOLCHAIN, FakeDevice, machine
 
+from autoflash.config import Config
 from autoflash.effort import EFFORTS
 from autoflash.errors import AutoflashError, BudgetError, SearchError
 from autoflash.families import family_of, why_refused
@@ -26,6 +28,7 @@ from autoflash.workload import Workload
 
 PROBLEM = Problem("prefill", "bf16", 1, 4, 4, 128, 512, 512)
 LONGER = Problem("prefill", "bf16", 1, 4, 4, 128, 2048, 2048)
+LONGEST = Problem("prefill", "bf16", 1, 4, 4, 128, 4096, 4096)
 DECODE = Problem("decode", "bf16", 8, 8, 2, 64, 1, 1024)
 QUICK = EFFORTS["quick"].max_candidates
 
@@ -355,6 +358,41 @@ def test_a_budget_that_ends_before_anything_was_checked_stores_no_winner(db):
     assert error.value.exit_code == 3
     assert stored(db, "SELECT count(*) FROM decisions") == [(0,)]
     assert stored(db, "SELECT count(*) FROM trials") == [(0,)]
+
+
+def test_within_a_budget_what_serves_untuned_is_tried_on_every_shape_before_any_search(db):
+    (nearest,) = search(db, machine(), PROBLEM).decisions
+    search(db, machine(), LONGER, LONGEST, budget_s=60.0, strategy="auto")
+    screened = stored(
+        db,
+        "SELECT seqlen_q, family, knobs_json FROM trials JOIN problems ON problem_id = problems.id"
+        " JOIN configs ON config_id = configs.id WHERE stage = 'screen' AND run_id = 2"
+        " ORDER BY trials.id",
+    )
+    (group,), _ = groups_of([LONGER, LONGEST], GPU)
+    wanted = {
+        (problem.seqlen_q, config.family, config.knobs)
+        for problem in group.problems
+        for config in (*group.defaults(problem, GPU), nearest.winner)
+    }
+    assert len(wanted) == 6
+    tried_first = screened[: len(wanted)]
+    assert {(n, f, Config.of(f, json.loads(knobs)).knobs) for n, f, knobs in tried_first} == wanted
+    assert len(screened) > len(wanted)
+
+
+def test_a_search_cut_short_before_a_default_was_tried_stores_no_winner(db):
+    (group,), _ = groups_of([PROBLEM], GPU)
+    _, other, *_ = group.defaults(PROBLEM, GPU)
+    fake = machine(
+        compile_faults={binary(other): "hang"}, deadlines=replace(SHORT, compile_s=100.0)
+    )
+    with pytest.raises(BudgetError, match="no winner was stored"):
+        search(db, fake, budget_s=6.0, strategy="auto")
+    assert stored(db, "SELECT count(*) FROM decisions") == [(0,)]
+    assert stored(db, "SELECT count(*) FROM trials WHERE status = 'correct'") > [(0,)]
+    (decision,) = search(db, machine(times={other: 10.0}), strategy="auto").decisions
+    assert decision.winner == other
 
 
 @pytest.mark.parametrize("budget_s", [0, -1, float("nan"), float("inf")])

@@ -191,6 +191,18 @@ def test_an_interruption_waits_for_the_cases_that_run_and_for_no_other():
     assert len(seen) < len(unit.cases)  # nor is the unit that had begun gone through
 
 
+def test_units_of_most_work_are_begun_first_and_told_of_in_their_own_order():
+    kind = kinds_of("prefill", small=True)[0]
+    cases = tuple(cases_of(kind, (64,), small=True))
+    wide = replace(cases[0], problem=replace(kind, head_dim=256, head_dim_v=256))
+    units = [Unit(Path(name), made) for name, made in zip("abc", (cases[:2], cases[:3], (wide,)))]
+    begun = []
+    found = examined(units, Agreeing, told=lambda finding: begun.append(finding.told.name))
+    assert 256 > 3 * kind.head_dim > 2 * kind.head_dim
+    assert begun == ["c", "b", "b", "b", "a", "a"]
+    assert [finding.told.name for finding in found] == ["a", "a", "b", "b", "b", "c"]
+
+
 @pytest.mark.parametrize(
     ("cores", "memory_gib", "on_gpu", "jobs"),
     [
