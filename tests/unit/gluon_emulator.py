@@ -8,6 +8,7 @@ Layouts, fences and instructions are not looked at.
 
 import re
 import threading
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -142,8 +143,32 @@ class Descriptor:
         return inside, tile
 
 
+class Launch:
+    """A kernel's programs: who `let` the next launch start, waits for that before, has ended."""
+
+    def __init__(self, programs: int, before: "Launch | None") -> None:
+        self.programs, self.before = programs, before
+        self.after: Launch | None = None
+        self.let: set[int] = set()
+        self.waiting: set[int] = set()
+        self.ended: set[int] = set()
+
+    @property
+    def over(self) -> bool:
+        return len(self.ended) == self.programs
+
+    @property
+    def before_is_over(self) -> bool:
+        return self.before is None or (self.before.over and self.before.before_is_over)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no program goes on before the launch before is over."""
+        return len(self.ended | self.waiting) == self.programs
+
+
 class Machine:
-    """The fakes that a text is run with; one launch at a time.
+    """The fakes that a text is run with.
 
     A wait that takes longer than `patience_s` is a deadlock.
     """
@@ -323,18 +348,61 @@ class Machine:
         left = [state for state in program.named.values() if state["threads"]]
         assert self.failure or not left, "named barriers are left half full"
 
-    def launch(self, kernel: Any, grid: tuple[int], arguments: tuple) -> None:
-        def run(number: int) -> None:
-            self.here.program = SimpleNamespace(number=number, grid=grid[0], named={})
-            kernel(*map(self.argument, arguments))
-
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(grid[0])]
-        for thread in threads:
-            thread.start()
+    def launch(self, plan: Sequence[tuple[Any, tuple[int], tuple, dict]]) -> None:
+        """Launches in order, a dependent one as early as the one before lets it."""
+        threads: list[threading.Thread] = []
+        before = None
+        for kernel, grid, arguments, options in plan:
+            this = Launch(grid[0], before)
+            self._await_turn(this, options.get("launch_pdl", False))
+            for number in range(grid[0]):
+                given = (this, kernel, arguments, number)
+                threads.append(threading.Thread(target=self._run, args=given))
+                threads[-1].start()
+            before = this
         for thread in threads:
             thread.join()
         if self.failure:
             raise self.failure
+
+    def _await_turn(self, launch: Launch, dependent: bool) -> None:
+        before = launch.before
+        if before is None:
+            return
+        if dependent:
+            self.until("leave to start", lambda: len(before.let) == before.programs)
+            before.after = launch
+        else:
+            self.until("the end of a launch", lambda: launch.before_is_over)
+
+    def _run(self, launch: Launch, kernel: Any, arguments: tuple, number: int) -> None:
+        numbers = {"number": number, "grid": launch.programs}
+        self.here.program = SimpleNamespace(**numbers, named={}, launch=launch)
+        try:
+            kernel(*map(self.argument, arguments))
+        except BaseException as failure:
+            self.failure = self.failure or failure
+        with self.changed:
+            launch.let.add(number)
+            launch.ended.add(number)
+            if launch.over and not launch.before_is_over:
+                self.failure = self.failure or AssertionError("over before the launch before it")
+            self.changed.notify_all()
+
+    def launch_dependents(self) -> None:
+        """The next launch may start; it goes first, as far as it comes without this one's end."""
+        launch = self.here.program.launch
+        with self.changed:
+            launch.let.add(self.here.program.number)
+            self.changed.notify_all()
+        self.until("the next launch", lambda: launch.after is not None and launch.after.at_rest)
+
+    def wait_for_launch_before(self) -> None:
+        launch = self.here.program.launch
+        with self.changed:
+            launch.waiting.add(self.here.program.number)
+            self.changed.notify_all()
+        self.until("the launch before", lambda: launch.before_is_over)
 
     def argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -441,6 +509,8 @@ def _fakes(machine: Machine) -> dict[str, Any]:
         "gl": gl,
         "aggregate": _jit,
         "fence_async_shared": lambda: None,
+        "gdc_wait": machine.wait_for_launch_before,
+        "gdc_launch_dependents": machine.launch_dependents,
         "mbarrier": SimpleNamespace(
             MBarrierLayout=_Layout,
             init=machine.init,

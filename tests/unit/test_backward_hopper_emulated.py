@@ -53,8 +53,7 @@ def launch(
     given = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, inputs.dout, inputs.dlse)
     layout = inputs.problem.layout
     plan = module.plan(*given, *gradients, softmax_scale, layout, 2, knobs, poisoned)
-    for kernel, grid, arguments, _ in plan:
-        machine.launch(kernel, grid, arguments)
+    machine.launch(plan)
     return gradients, [kernel.__name__ for kernel, *_ in plan]
 
 
@@ -281,6 +280,13 @@ FAULTS = {
         "            gl.store(counter, 0)",
         "            counter = counter",
     ),
+    "the pass does not wait for its sums to be zeroed": (
+        "single",
+        "    gdc_wait()\n    gdc_launch_dependents()",
+        "    gdc_launch_dependents()",
+    ),
+    "dq is converted before it is added up": ("single", "    gdc_wait()\n    blocks", "    blocks"),
+    "a second pass does not wait for dk and dv": ("split", "    gdc_wait()  # dk", "    # dk"),
     "the sums begin unset": ("single", "    gl.store(sums, gl.zeros", "    (sums, gl.zeros"),
     "a query's own key is hidden": (
         "split",

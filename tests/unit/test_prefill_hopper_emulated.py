@@ -59,8 +59,7 @@ def emulate(
     arguments = (inputs.q, inputs.k, inputs.v, out, lse, scale, layout, SMS, knobs, poisoned)
     modifiers = modifiers_of(problem, inputs.modifiers)
     plan = prefill_plan(module, problem, modifiers, *arguments)
-    for kernel, grid, arguments, _ in plan:
-        machine.launch(kernel, grid, arguments)
+    machine.launch(plan)
     reason = Budget(inputs).judge(out, lse).reason
     return Emulated(out, reason, [kernel.__name__ for kernel, *_ in plan], machine.jumps)
 
