@@ -13,6 +13,8 @@ from autoflash.runtime.hopper_validity import hopper_block_d
 
 SHARED_PARTS = (
     "gluon_header.py.jinja",
+    "backward_hopper/dependents.py.jinja",
+    "shared/gluon_copies.py.jinja",
     "backward_hopper/work.py.jinja",
     "backward_hopper/rings.py.jinja",
     "backward_hopper/statistics.py.jinja",

@@ -23,6 +23,7 @@ from autoflash.runtime.hopper_validity import (
 
 PARTS = (
     "gluon_header.py.jinja",
+    "shared/gluon_copies.py.jinja",
     "prefill_hopper/schedule.py.jinja",
     "prefill_hopper/rings.py.jinja",
     "prefill_hopper/producer.py.jinja",

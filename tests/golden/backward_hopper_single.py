@@ -10,7 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 
 # triton 3.6 calls them copies, later versions loads and stores
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
